@@ -5,94 +5,15 @@
 
 mod common;
 
-use common::machine::{Machine, Program, Ran};
+use common::images::{Images, in_own_session, without_inherited};
+use common::machine::{Program, Ran};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::OnceLock;
 use std::thread;
 use std::time::Duration;
-
-/// CRIU, where it works.
-fn criu() -> Option<&'static Path> {
-    static FOUND: OnceLock<Option<PathBuf>> = OnceLock::new();
-    let find = || {
-        let brought = common::artifacts().parent()?.join("criu/criu");
-        let named = std::env::var_os("VRAMCTL_CRIU").map(PathBuf::from);
-        let criu = named.unwrap_or(if brought.exists() { brought } else { "criu".into() });
-        let works = unsafe { libc::geteuid() } == 0 && Command::new(&criu).arg("check").output().is_ok_and(|done| done.status.success());
-        works.then_some(criu)
-    };
-    FOUND.get_or_init(find).as_deref()
-}
-
-/// A machine on which programs can be saved.
-struct Images {
-    machine: Machine,
-    criu: &'static Path,
-}
-
-/// The test does not run where CRIU cannot.
-macro_rules! with_images {
-    () => {
-        match criu() {
-            Some(criu) => Images { machine: Machine { engine_mib: [16, 8], context_bytes: 1 << 20, ..Machine::with(1, "1G") }, criu },
-            None => return eprintln!("not run: no CRIU that works here, or not root (scripts/criu)"),
-        }
-    };
-}
-
-/// Leaves a program none of the descriptors that this one has inherited from whatever started it.
-fn without_inherited(command: &mut Command) -> &mut Command {
-    let close = || {
-        unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
-        Ok(())
-    };
-    unsafe { command.pre_exec(close) }
-}
-
-/// The session of these tests may have been begun outside of their container, and CRIU saves no program of such a session.
-fn in_own_session(command: &mut Command) -> &mut Command {
-    let begin = || {
-        unsafe { libc::setsid() };
-        Ok(())
-    };
-    unsafe { command.pre_exec(begin) }
-}
-
-impl Images {
-    fn cli(&self, words: &str) -> Command {
-        let mut command = self.machine.cli(words);
-        command.env("VRAMCTL_CRIU", self.criu);
-        without_inherited(&mut command);
-        command
-    }
-
-    fn vramctl(&self, words: &str) -> Ran {
-        Ran::of(&mut self.cli(words))
-    }
-
-    fn engine(&self, name: &str) -> Program {
-        self.machine.engine_with(name, |command| {
-            in_own_session(without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1")));
-        })
-    }
-
-    fn image(&self, name: &str) -> String {
-        self.machine.folder.path().join("images").join(name).to_str().unwrap().to_owned()
-    }
-
-    fn save(&self, program: &str, image: &str) -> Ran {
-        self.vramctl(&format!("save {program} {}", self.image(image)))
-    }
-
-    /// Loads it, with this process's pipes as its streams: what they carry is the program's alone.
-    fn load(&self, image: &str, name: &str) -> Program {
-        Program::spawn(&mut self.cli(&format!("load {} --name {name}", self.image(image))))
-    }
-}
 
 /// It works, and answers as one that nothing has happened to.
 #[track_caller]
@@ -104,7 +25,7 @@ fn is_well(engine: &mut Program, plain: &mut Program, token: u32) {
 
 #[test]
 fn a_saved_program_is_loaded_three_times_at_once_and_saved_again() {
-    let images = with_images!();
+    let Some(images) = Images::new() else { return };
     let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
     is_well(&mut engine, &mut plain, 1);
     images.save("engine", "first").expect(0, "saved engine", "");
@@ -142,7 +63,7 @@ fn a_saved_program_is_loaded_three_times_at_once_and_saved_again() {
 
 #[test]
 fn a_program_that_is_kept_goes_on_beside_its_image() {
-    let images = with_images!();
+    let Some(images) = Images::new() else { return };
     let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
     for round in 1..3 {
         let kept = images.vramctl(&format!("save engine {} --keep", images.image(&format!("image{round}"))));
@@ -159,7 +80,7 @@ fn a_program_that_is_kept_goes_on_beside_its_image() {
 
 #[test]
 fn what_is_damaged_or_incomplete_is_not_loaded() {
-    let images = with_images!();
+    let Some(images) = Images::new() else { return };
     let mut engine = images.engine("engine");
     images.save("engine", "image").expect(0, "saved", "");
     engine.ended();
@@ -203,7 +124,7 @@ fn what_is_damaged_or_incomplete_is_not_loaded() {
 
 #[test]
 fn images_are_listed_verified_exported_and_removed() {
-    let images = with_images!();
+    let Some(images) = Images::new() else { return };
     let engine = images.engine("engine");
     for name in ["one", "two"] {
         images.vramctl(&format!("save engine {} --keep", images.image(name))).expect(0, "saved", "");
@@ -235,7 +156,7 @@ fn images_are_listed_verified_exported_and_removed() {
 
 #[test]
 fn a_program_that_cannot_be_saved_goes_on() {
-    let images = with_images!();
+    let Some(images) = Images::new() else { return };
     let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
     fs::create_dir_all(images.image("taken")).unwrap();
     images.save("engine", "taken").expect(1, "", "exists already");
@@ -308,7 +229,7 @@ impl Images {
 /// A save takes a while in which the program cannot be asked, and whoever saves may be killed. Commands say so, and wait for it.
 #[test]
 fn a_program_that_is_being_saved_is_known_and_waited_for() {
-    let images = with_images!();
+    let Some(images) = Images::new() else { return };
     let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
     let mut save = images.cli(&format!("save engine {}", images.image("image")));
     let (held, save) = images.holding("dump-before", &mut save);
@@ -332,7 +253,7 @@ fn a_program_that_is_being_saved_is_known_and_waited_for() {
 
 #[test]
 fn a_program_that_is_being_loaded_is_known_by_its_new_name() {
-    let images = with_images!();
+    let Some(images) = Images::new() else { return };
     let [mut plain, engine] = ["plain", "engine"].map(|name| images.engine(name));
     images.save("engine", "image").expect(0, "saved", "");
     drop(engine);
@@ -355,7 +276,7 @@ fn a_program_that_is_being_loaded_is_known_by_its_new_name() {
 /// A load that is killed leaves neither a half program nor anything that is in the way of the next one.
 #[test]
 fn a_load_may_be_killed_at_any_step() {
-    let images = with_images!();
+    let Some(images) = Images::new() else { return };
     let mut engine = images.engine("engine");
     images.save("engine", "image").expect(0, "saved", "");
     engine.ended();
@@ -445,7 +366,7 @@ impl Images {
 
 #[test]
 fn a_command_may_be_killed_at_any_step() {
-    let images = with_images!();
+    let Some(images) = Images::new() else { return };
     let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
     let mut token = 0;
     let mut comes_back = |saved: &Ran, about: &str| {
@@ -474,7 +395,7 @@ fn a_command_may_be_killed_at_any_step() {
 
 #[test]
 fn a_command_may_be_killed_at_any_time() {
-    let images = with_images!();
+    let Some(images) = Images::new() else { return };
     let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
     for round in 1..16_u32 {
         let mut save =
@@ -496,7 +417,7 @@ fn a_command_may_be_killed_at_any_time() {
 
 #[test]
 fn criu_may_fail_and_the_program_may_end_before_and_after_a_dump() {
-    let images = with_images!();
+    let Some(images) = Images::new() else { return };
     let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
     for (token, moment) in (1..).zip(["before", "after"]) {
         images.save_killing(moment, "criu", 0).expect(1, "", "The program goes on");
@@ -522,7 +443,7 @@ fn criu_may_fail_and_the_program_may_end_before_and_after_a_dump() {
 
 #[test]
 fn a_disk_without_room_is_no_harm() {
-    let images = with_images!();
+    let Some(images) = Images::new() else { return };
     let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
     let folder = PathBuf::from(images.image("image")).parent().unwrap().to_owned();
     fs::create_dir(&folder).unwrap();
@@ -540,7 +461,7 @@ fn a_disk_without_room_is_no_harm() {
 
 #[test]
 fn what_was_in_dev_shm_comes_with_the_program() {
-    let images = with_images!();
+    let Some(images) = Images::new() else { return };
     let path = format!("/dev/shm/vramctl-test-{}", std::process::id());
     fs::write(&path, "shared").unwrap();
     let name = std::ffi::CString::new(path.as_str()).unwrap();

@@ -16,8 +16,8 @@ mod ui;
 
 use clap::{FromArgMatches, Parser, Subcommand};
 use commands::{
-    completions, coordinate, doctor, events, gpus, image_init, images, keeper, load, logs as log, metrics, operate, pause, ps, python_path,
-    ray, relocate, resume, run, save, set_tag, share, status, stop, suspend, swap, top, trace, trim, wait, watch,
+    completions, coordinate, doctor, events, gpus, image_guard, image_init, images, keeper, load, logs as log, metrics, operate, pause, ps,
+    python_path, ray, relocate, resume, run, save, set_tag, share, status, stop, suspend, swap, top, trace, trim, wait, watch,
 };
 use execute::Execute;
 use std::process::ExitCode;
@@ -113,6 +113,9 @@ commands! {
     /// Keep a run of `run --share`: schedule, or wait to be needed for that
     #[command(hide = true)]
     Keeper(keeper::Args),
+    /// Let a program go on whose save was killed
+    #[command(hide = true)]
+    ImageGuard(image_guard::Args),
     /// The first process of a loaded program's namespace
     #[command(hide = true)]
     ImageInit(image_init::Args),

@@ -1,39 +1,48 @@
-//! What lets a stopped program go on if the command dies: a child that waits for the end of the command and of CRIU.
+//! What lets a program go on if the command that saves it dies: a process that waits for the end of the command and of CRIU.
 
-use std::fs::File;
+use crate::bare::Bare;
+use crate::repair;
+use crate::tree::Tree;
+use std::collections::BTreeSet;
+use std::env;
 use std::io::{self, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use vramctl_driver::checkpoint;
 
-/// The child, until this is dropped. While it lives, the death of this process has the program continued.
+/// The process, until this is dropped. While it lives, the death of this one has the program continued.
 pub struct Guard {
-    tell: File,
-    child: libc::pid_t,
+    child: Child,
+    tell: ChildStdin,
 }
 
+/// What it is told: a word, and a process id.
+const STOPS: &str = "stops";
+const LOCKS: &str = "locks";
+
 impl Guard {
-    /// Starts the child. It watches no process yet.
+    /// Starts the process. It watches nobody yet.
     pub fn start() -> io::Result<Self> {
-        let mut ends = [0; 2];
-        // SAFETY: two numbers, writable.
-        if unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: just opened, and nobody else's.
-        let [read, write] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
-        // SAFETY: the child only makes system calls, and never returns.
-        match unsafe { libc::fork() } {
-            0 => watch(read.as_raw_fd(), write.as_raw_fd()),
-            -1 => Err(io::Error::last_os_error()),
-            child => Ok(Self { tell: write.into(), child }),
-        }
+        let mut command = Command::new(env::current_exe()?);
+        // ^C is for the command.
+        command.arg("image-guard").process_group(0).stdin(Stdio::piped()).stdout(Stdio::null());
+        let mut child = command.spawn()?;
+        let tell = child.stdin.take().ok_or(io::ErrorKind::BrokenPipe)?;
+        Ok(Self { child, tell })
     }
 
-    /// From now on, this process is continued if this one dies and whoever else has [`held_open`](Self::held_open).
-    pub fn watch(&mut self, pid: u32) -> io::Result<()> {
-        self.tell.write_all(&pid.to_ne_bytes())
+    /// From now on, this process and all that came of it are continued if this command dies and whoever else has [`held_open`](Self::held_open).
+    pub fn watch(&mut self, root: u32) -> io::Result<()> {
+        writeln!(self.tell, "{STOPS} {root}")
     }
 
-    /// Open in each process whose end the child waits for.
+    /// From now on, the driver restores and unlocks this process then, which no `vramctl resume` reaches.
+    pub fn watch_bare(&mut self, pid: u32) -> io::Result<()> {
+        writeln!(self.tell, "{LOCKS} {pid}")
+    }
+
+    /// Open in each process whose end is waited for.
     pub fn held_open(&self) -> RawFd {
         self.tell.as_raw_fd()
     }
@@ -42,34 +51,38 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         // It has nothing to do any more.
-        // SAFETY: touches no memory; the child is ours until it is waited for.
-        unsafe {
-            libc::kill(self.child, libc::SIGKILL);
-            libc::waitpid(self.child, std::ptr::null_mut(), 0);
-        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
-/// The child: reads whom to continue, and does so when nobody can tell it any more.
-fn watch(told: RawFd, other: RawFd) -> ! {
-    let mut watched = -1;
-    // SAFETY: system calls alone, with memory of this function.
-    unsafe {
-        // ^C is for the command.
-        libc::setsid();
-        libc::close(other);
-        let mut pid = 0_u32;
-        loop {
-            let got = libc::read(told, (&raw mut pid).cast(), size_of::<u32>());
-            if got == size_of::<u32>() as isize {
-                watched = libc::syscall(libc::SYS_pidfd_open, pid, 0) as libc::c_int;
-            } else if got == 0 || *libc::__errno_location() != libc::EINTR {
-                break;
-            }
+/// What the process does: reads whom to continue, and does so when nobody can tell it any more.
+pub fn run() {
+    let (mut roots, mut bare) = (BTreeSet::new(), BTreeSet::new());
+    for line in io::stdin().lines().map_while(Result::ok) {
+        match line.split_once(' ').and_then(|(word, pid)| Some((word, pid.parse::<u32>().ok()?))) {
+            Some((STOPS, pid)) => _ = roots.insert(pid),
+            Some((LOCKS, pid)) => _ = bare.insert(pid),
+            _ => (),
         }
-        if watched >= 0 {
-            libc::syscall(libc::SYS_pidfd_send_signal, watched, libc::SIGCONT, std::ptr::null::<libc::siginfo_t>(), 0);
-        }
-        libc::_exit(0)
+    }
+    roots.into_iter().for_each(go_on);
+    if bare.is_empty() {
+        return;
+    }
+    let freed = checkpoint::prepare().map_err(|failure| failure.to_string());
+    let freed = freed.and_then(|()| Bare::new(bare.into_iter().collect()).free().map_err(|failure| failure.to_string()));
+    if let Err(why) = freed {
+        eprintln!("vramctl: the save was killed, and not all of the program goes on: {why}");
+    }
+}
+
+/// Continues a process and all that came of it.
+pub fn go_on(root: u32) {
+    let pids = Tree::of(root, &BTreeSet::new()).pids();
+    pids.iter().copied().for_each(repair::end);
+    for pid in pids {
+        // SAFETY: touches no memory.
+        unsafe { libc::kill(pid.cast_signed(), libc::SIGCONT) };
     }
 }

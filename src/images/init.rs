@@ -3,6 +3,7 @@
 use crate::criu::{Criu, errors_in, inherit};
 use crate::details::{Details, failed, refused};
 use crate::namespace;
+use crate::tree::Kind;
 use serde::{Deserialize, Serialize};
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -17,7 +18,7 @@ use vramctl_control::absence::{Mark, Marked, Says};
 use vramctl_control::address::Address;
 use vramctl_control::discovery::Directory;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_store::{Manifest, Remap, Store};
+use vramctl_store::{Manifest, Process, Remap, Store};
 
 /// What it is told, as its only argument.
 #[derive(Debug, Serialize, Deserialize)]
@@ -118,17 +119,19 @@ fn end_without(decision: RawFd) -> io::Result<()> {
 }
 
 /// Returns the program's id, and what says that it is being loaded, until it listens.
-fn restore(task: &Task) -> Result<(libc::pid_t, Marked), CommandError> {
+fn restore(task: &Task) -> Result<(libc::pid_t, Vec<Marked>), CommandError> {
     let image = Store::open(&task.directory).and_then(|store| store.inspect(&task.image)).map_err(failed)?;
     let (manifest, details) = (image.manifest(), Details::of(image.manifest())?);
-    let own = manifest.processes.first().ok_or_else(|| CommandError::new(Exit::Failed, "the image has no process"))?;
+    let root = manifest.processes.first().ok_or_else(|| CommandError::new(Exit::Failed, "the image has no process"))?;
     let criu = Criu::find()?;
     mount_own().map_err(|error| CommandError::new(Exit::Failed, format!("cannot mount /proc and /dev/shm: {error}")))?;
     open_null_anew().map_err(refused("open", Path::new("/dev/null")))?;
     for remap in &manifest.remaps {
         put_back(&image.files_path(), remap).map_err(refused("put back", Path::new(&remap.to)))?;
     }
-    let marked = tell_library(task, own.pid, &details)?;
+    let of_library = manifest.processes.iter().filter(|process| process.kind == Kind::Library.to_string());
+    let marked = of_library.map(|process| tell_library(name_of(process, &task.name, manifest), process.pid, &details));
+    let marked = marked.collect::<Result<Vec<_>, _>>()?;
     let images = image.criu_path();
     let folder = |path: &Path| File::options().read(true).custom_flags(libc::O_DIRECTORY).open(path);
     let images_open = folder(&images).map_err(refused("open", &images))?;
@@ -161,9 +164,9 @@ fn restore(task: &Task) -> Result<(libc::pid_t, Marked), CommandError> {
     }
     let _ = fs::remove_dir_all(work);
     match failure {
-        None => Ok((own.pid.cast_signed(), marked)),
+        None => Ok((root.pid.cast_signed(), marked)),
         Some(why) => {
-            marked.remove();
+            marked.into_iter().for_each(Marked::remove);
             Err(CommandError::new(Exit::Failed, format!("CRIU could not bring the process back {why}")))
         }
     }
@@ -246,13 +249,23 @@ fn put_back(files: &Path, remap: &Remap) -> io::Result<()> {
     fs::set_permissions(to, fs::Permissions::from_mode(remap.mode))
 }
 
-/// Tells the library in the program its new name, and commands that the program is being loaded.
-fn tell_library(task: &Task, pid: u32, details: &Details) -> Result<Marked, CommandError> {
+/// The name of a process from now on: that of the program, unless it had another one before.
+fn name_of(process: &Process, new: &str, manifest: &Manifest) -> String {
+    if Some(process.name.as_str()) == program_name(manifest) { new.to_owned() } else { format!("{new}-{}", process.name) }
+}
+
+/// The name that the program of an image had.
+pub(crate) fn program_name(manifest: &Manifest) -> Option<&str> {
+    manifest.processes.iter().map(|process| process.name.as_str()).find(|name| !name.is_empty())
+}
+
+/// Tells the library in a process its new name, and commands that the process is being loaded.
+fn tell_library(name: String, pid: u32, details: &Details) -> Result<Marked, CommandError> {
     let [_, address] = Address::beside(pid);
     let write = || {
         // It may be the program's user's.
         let directory = Directory::open()?.map_or_else(Directory::open_or_create_again, Ok)?;
-        let marked = Marked::new(directory.folder(), Mark::Loading, &address, &Says { name: Some(task.name.clone()) })?;
+        let marked = Marked::new(directory.folder(), Mark::Loading, &address, &Says { name: Some(name) })?;
         marked.ok_or_else(|| io::ErrorKind::WouldBlock.into())
     };
     write().map_err(refused("write to", &details.sockets))

@@ -3,15 +3,18 @@
 //! CRIU writes the process. Its GPU memory is not in there: the library writes the contents of paused memory to the image by itself, and the
 //! driver's checkpoint leaves the rest in the process. [`Save`] and [`Load`] have the steps.
 
+mod bare;
 mod criu;
 mod details;
-mod guard;
+pub mod guard;
 pub mod init;
 mod load;
 mod look;
 mod namespace;
 mod patch;
+mod repair;
 mod save;
+mod tree;
 
 pub use criu::Criu;
 pub use details::failed as store_failure;

@@ -3,12 +3,14 @@
 //! It gets a PID and a mount namespace of its own, with a first process that is vramctl's ([`init`](crate::init)), so that an image can be loaded
 //! several times at once, and on another day.
 
+use crate::bare::Bare;
 use crate::criu::Criu;
 use crate::details::{Details, failed, refused, split};
 use crate::init::{self, Report, Task};
-use crate::look::children;
-use crate::namespace;
+use crate::namespace::{self, pid_there};
 use crate::save::{image_name, send_origin, wait_until};
+use crate::tree::{Kind, Tree};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -27,7 +29,7 @@ use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Consent, Operation, Plan, Reporter, Scope};
 use vramctl_driver as driver;
 use vramctl_model::{Verb, checked_name};
-use vramctl_store::{Caller, Image, Store};
+use vramctl_store::{Caller, Image, Listed, Process, Store};
 
 /// How long the library may take to listen, once the program is back.
 const SOCKET_WITHIN: Duration = Duration::from_secs(30);
@@ -84,7 +86,7 @@ impl Load {
         let image = Caller::current().and_then(|caller| store.load(image, &caller)).map_err(failed)?;
         let details = Details::of(image.manifest())?;
         Criu::find()?.check()?;
-        let old = image.manifest().processes.first().map(|process| process.name.as_str()).unwrap_or_default();
+        let old = init::program_name(image.manifest()).unwrap_or_default();
         let name = name.unwrap_or(old).to_owned();
         checked_name(&name).map_err(|why| CommandError::new(Exit::Usage, why.to_string()))?;
         let sockets = socket_directory();
@@ -115,9 +117,9 @@ impl Load {
         Ok(())
     }
 
-    fn operation(&self, pid: u32) -> Operation {
+    fn operation(&self, target: Target) -> Operation {
         let scope = Scope::Tags { words: Vec::new(), may_name: false, gpus: Vec::new() };
-        Operation::new(Verb::Resume, Target::Pid(pid), scope, Deadline::new(self.timeout), HowToPause::default())
+        Operation::new(Verb::Resume, target, scope, Deadline::new(self.timeout), HowToPause::default())
     }
 
     /// Starts it. After a failure, nothing of it is left.
@@ -179,26 +181,42 @@ impl Load {
         if let Some(failure) = failure {
             return Err(CommandError::new(Exit::Failed, failure));
         }
-        let there = self.image.manifest().processes.first().map(|process| process.pid);
-        let is_it = |pid: &u32| namespace::pid_there(*pid) == there;
-        let pid = children(first.id()).into_iter().find(is_it).ok_or_else(ended)?;
-        let listens = || matches!(Directory::open(), Ok(Some(directory)) if directory.connect(pid).is_ok());
-        if !wait_until(SOCKET_WITHIN, listens) {
+        let back = self.processes(first.id()).ok_or_else(ended)?;
+        let of_kind = |kinds: &[Kind]| {
+            let is_meant = |(process, _): &&(&Process, u32)| kinds.iter().any(|kind| process.kind == kind.to_string());
+            back.iter().filter(is_meant).copied().collect::<Vec<_>>()
+        };
+        let of_library = of_kind(&[Kind::Library]);
+        let listens = |pid: u32| matches!(Directory::open(), Ok(Some(directory)) if directory.connect(pid).is_ok());
+        if !wait_until(SOCKET_WITHIN, || of_library.iter().all(|(_, pid)| listens(*pid))) {
             return Err(CommandError::new(Exit::Failed, "the library in the program does not open its socket"));
         }
-        self.give_contents(pid)?;
-        let plan = Plan::make(self.operation(pid), reporter)?.restore_suspended(reporter)?;
+        for (process, pid) in &of_library {
+            self.give_contents(process, *pid)?;
+        }
+        let target = Target::of(of_library.iter().map(|(_, pid)| Target::Pid(*pid)).collect()).ok_or_else(ended)?;
+        let plan = Plan::make(self.operation(target), reporter)?.restore_suspended(reporter)?;
+        // They have a CUDA context at most, and those above have the room that they need.
+        Bare::new(of_kind(&[Kind::Driver, Kind::Nvml]).into_iter().map(|(_, pid)| pid).collect()).free()?;
         let outcome = plan.run(&Consent::default(), reporter);
         let failures = outcome.all().filter_map(|one| one.result.as_ref().err());
-        CommandError::original(failures.cloned()).map_or(Ok(pid), Err)
+        let root = back.first().map(|(_, pid)| *pid).ok_or_else(ended)?;
+        CommandError::original(failures.cloned()).map_or(Ok(root), Err)
     }
-}
 
-impl Load {
-    /// Gives the library the files by which it reads its contents.
-    fn give_contents(&self, pid: u32) -> Result<(), CommandError> {
-        let listed = &self.image.manifest().contents;
-        let pieces = listed.iter().map(|listed| self.image.pieces_of(listed)).collect::<Result<Vec<_>, _>>().map_err(failed)?.concat();
+    /// The processes of the image, each with its id as seen from here. `first`: that of their namespace. `None` if one is not there.
+    fn processes(&self, first: u32) -> Option<Vec<(&Process, u32)>> {
+        let there: BTreeMap<_, _> =
+            Tree::of(first, &BTreeSet::new()).pids().into_iter().filter_map(|pid| Some((pid_there(pid)?, pid))).collect();
+        self.image.manifest().processes.iter().map(|process| Some((process, *there.get(&process.pid)?))).collect()
+    }
+
+    /// Gives the library in a process the files by which it reads its contents.
+    fn give_contents(&self, process: &Process, pid: u32) -> Result<(), CommandError> {
+        // An image of one process may have been written by a version that knew no others.
+        let is_its = |listed: &&Listed| [0, process.pid].contains(&listed.of.process);
+        let listed = self.image.manifest().contents.iter().filter(is_its);
+        let pieces = listed.map(|listed| self.image.pieces_of(listed)).collect::<Result<Vec<_>, _>>().map_err(failed)?.concat();
         let source = self.image.source(&pieces).map_err(failed)?;
         let gone = || CommandError::new(Exit::NoProcess, "the program has ended");
         let directory = Directory::open().ok().flatten().ok_or_else(gone)?;

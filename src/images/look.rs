@@ -1,5 +1,6 @@
-//! What a process has that can, or cannot, be written to a disk: looked at before anything changes.
+//! What the processes of a program have that can, or cannot, be written to a disk: looked at before anything changes.
 
+use crate::tree::{is_of_driver, named};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
@@ -7,17 +8,42 @@ use std::mem::MaybeUninit;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use vramctl_coordinator::proc;
 use vramctl_store::Process;
 
-/// What has been seen of a process.
+/// What has been seen of a program.
 #[derive(Debug, Default)]
 pub struct Look {
     /// What prevents an image, each with what to do about it.
     pub obstacles: Vec<String>,
-    /// The standard streams that lead to a terminal, a file, or another process.
+    /// The standard streams of the first process that lead to a terminal, a file, or a process outside.
     pub streams: [Option<Stream>; 3],
-    /// Whether it has connections to itself.
+    /// Whether it has connections, to itself or to outside.
     pub has_connections: bool,
+    /// Those to outside.
+    pub outside: Vec<Outside>,
+}
+
+/// A connection to outside.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Outside {
+    /// The process that has it. Others may have it, too.
+    pub pid: u32,
+    /// The socket.
+    pub inode: u64,
+    /// The address here.
+    pub local: String,
+    /// The address there.
+    pub remote: String,
+}
+
+/// A connection, with both addresses as the kernel writes them.
+#[derive(Debug)]
+struct Connection {
+    pid: u32,
+    inode: u64,
+    own: String,
+    other: String,
 }
 
 /// A standard stream.
@@ -39,42 +65,57 @@ struct Open {
     is_queue: bool,
     /// The id of its mount.
     mount: u64,
+    /// Whether it is read, written, or both.
+    access: libc::c_int,
 }
 
-/// Looks at a process. `with_driver`: it may have files of the driver open, as before its checkpoint.
-pub fn look(pid: u32, with_driver: bool) -> io::Result<Look> {
+/// Looks at processes that are saved together, the first one first. `with_driver`: they may have files of the driver open, as before their checkpoint.
+pub fn look(pids: &[u32], with_driver: bool) -> io::Result<Look> {
     let mut look = Look::default();
-    let opened = open_files(pid)?;
-    for file in &opened {
+    let of_all = pids.iter().map(|pid| Ok((*pid, open_files(*pid)?))).collect::<io::Result<Vec<_>>>()?;
+    let inside = pipes_inside(of_all.iter().flat_map(|(_, files)| files));
+    let is_inside = |file: &Open| numbered(&file.text, "pipe").is_some_and(|inode| inside.contains(&inode));
+    for file in of_all.first().into_iter().flat_map(|(_, files)| files).filter(|file| !is_inside(file)) {
         if let Some(stream) = look.streams.get_mut(file.number as usize) {
             *stream = stream_of(file);
         }
     }
     let replaced: BTreeSet<_> = look.streams.iter().flatten().map(|stream| stream.name.clone()).collect();
-    let sockets: BTreeSet<u64> = opened.iter().filter_map(|file| numbered(&file.text, "socket")).collect();
-    for file in &opened {
-        if stream_of(file).is_some_and(|stream| replaced.contains(&stream.name)) {
-            continue;
+    let mut connections = Vec::new();
+    for (pid, files) in &of_all {
+        let who = if pids.len() == 1 { String::new() } else { format!("{}: ", named(*pid)) };
+        for file in files.iter().filter(|file| !stream_of(file).is_some_and(|stream| replaced.contains(&stream.name))) {
+            let what = obstacle(pids, file, with_driver);
+            look.obstacles.extend(what.map(|what| format!("{who}descriptor {}: {what}", file.number)));
         }
-        let what = obstacle(pid, file, with_driver);
-        look.obstacles.extend(what.map(|what| format!("descriptor {}: {what}", file.number)));
+        let sockets: BTreeSet<u64> = files.iter().filter_map(|file| numbered(&file.text, "socket")).collect();
+        connections.extend(connections_of(*pid, &sockets));
+        if session(&fs::read_to_string(format!("/proc/{pid}/stat"))?) == Some(0) {
+            let why = "a session whose leader is outside of this container, where CRIU cannot see it: start the program with setsid";
+            look.obstacles.push(format!("{who}{why}"));
+        }
     }
-    let connections = connections(pid, &sockets);
     look.has_connections = !connections.is_empty();
-    let is_inside = |(own, other): &(String, String)| connections.iter().any(|(its, to)| its == other && to == own);
-    let outside = connections.iter().filter(|connection| !is_inside(connection));
-    look.obstacles.extend(
-        outside.map(|(own, other)| format!("a TCP connection to outside ({} to {}): have it closed", address(own), address(other))),
-    );
-    if session(&fs::read_to_string(format!("/proc/{pid}/stat"))?) == Some(0) {
-        look.obstacles
-            .push("a session whose leader is outside of this container, where CRIU cannot see it: start the program with setsid".into());
-    }
-    for child in children(pid) {
-        let name = fs::read_to_string(format!("/proc/{child}/comm")).unwrap_or_default();
-        look.obstacles.push(format!("a child ({}, pid {child}): an image is of one process", name.trim_end()));
-    }
+    let leads_inside = |one: &Connection| connections.iter().any(|its| its.own == one.other && its.other == one.own);
+    let outside = connections.iter().filter(|connection| !leads_inside(connection));
+    look.outside =
+        outside.map(|one| Outside { pid: one.pid, inode: one.inode, local: address(&one.own), remote: address(&one.other) }).collect();
+    // One that several processes have inherited.
+    look.outside.dedup_by_key(|connection| connection.inode);
     Ok(look)
+}
+
+/// The pipes of which both ends are among these.
+fn pipes_inside<'a>(files: impl Iterator<Item = &'a Open>) -> BTreeSet<u64> {
+    let mut ends = BTreeMap::<u64, [bool; 2]>::new();
+    for file in files {
+        if let Some(inode) = numbered(&file.text, "pipe") {
+            let [reads, writes] = ends.entry(inode).or_default();
+            *reads |= file.access != libc::O_WRONLY;
+            *writes |= file.access != libc::O_RDONLY;
+        }
+    }
+    ends.into_iter().filter(|(_, ends)| *ends == [true; 2]).map(|(inode, _)| inode).collect()
 }
 
 /// The session in a `/proc/PID/stat`: its leader's pid, 0 if that one is outside of the reader's pid namespace.
@@ -87,26 +128,27 @@ fn session(stat: &str) -> Option<u32> {
 fn open_files(pid: u32) -> io::Result<Vec<Open>> {
     let folder = format!("/proc/{pid}/fd");
     let mut found = Vec::new();
+    if proc::has_ended(pid) {
+        return Ok(found);
+    }
     for entry in fs::read_dir(&folder)? {
         let entry = entry?;
         let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         let Ok(text) = fs::read_link(entry.path()) else { continue };
         let text = text.to_string_lossy().into_owned();
+        let information = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).unwrap_or_default();
+        let field = |name: &str| information.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
         found.push(Open {
             number,
             text,
             metadata: fs::metadata(entry.path()).ok(),
             is_queue: is_queue(&entry.path()),
-            mount: mount_of(pid, number),
+            mount: field("mnt_id:").and_then(|mount| mount.parse().ok()).unwrap_or_default(),
+            access: field("flags:").and_then(|flags| libc::c_int::from_str_radix(flags, 8).ok()).unwrap_or_default() & libc::O_ACCMODE,
         });
     }
     found.sort_by_key(|file| file.number);
     Ok(found)
-}
-
-fn mount_of(pid: u32, number: u32) -> u64 {
-    let text = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).unwrap_or_default();
-    text.lines().find_map(|line| line.strip_prefix("mnt_id:")?.trim().parse().ok()).unwrap_or_default()
 }
 
 /// Whether it is a POSIX message queue.
@@ -149,7 +191,7 @@ fn is_terminal(text: &str) -> bool {
 /// Devices that are the same wherever the program goes on.
 const SAME_EVERYWHERE: [&str; 7] = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/ptmx"];
 
-fn obstacle(pid: u32, file: &Open, with_driver: bool) -> Option<String> {
+fn obstacle(pids: &[u32], file: &Open, with_driver: bool) -> Option<String> {
     let text = file.text.as_str();
     if let Some(kind) = text.strip_prefix("anon_inode:") {
         return match kind {
@@ -167,7 +209,7 @@ fn obstacle(pid: u32, file: &Open, with_driver: bool) -> Option<String> {
         return Some("a POSIX message queue; have it closed".into());
     }
     if let Some(inode) = numbered(text, "pipe") {
-        return other_end(pid, inode).map(|other| format!("a pipe to {other}; have it closed, or start the program without it"));
+        return other_end(pids, inode).map(|other| format!("a pipe to {other}; have it closed, or start the program without it"));
     }
     let is_device = file.metadata.as_ref().is_some_and(|found| found.file_type().is_char_device() || found.file_type().is_block_device());
     if !is_device {
@@ -176,43 +218,41 @@ fn obstacle(pid: u32, file: &Open, with_driver: bool) -> Option<String> {
     if SAME_EVERYWHERE.contains(&text) || text.starts_with("/dev/pts/") {
         return None;
     }
-    if text.contains("/dev/nvidia") {
-        let why = "a file of the GPU driver that its checkpoint leaves open: NVML that was never shut down, or inherited from a parent";
+    if is_of_driver(text) {
+        let why = "a file of the GPU driver that its checkpoint leaves open, such as one that was inherited from a process that has ended";
         return (!with_driver).then(|| format!("{text}: {why}"));
     }
     Some(format!("{text}, a device; have it closed"))
 }
 
 /// Who else has this pipe.
-fn other_end(pid: u32, inode: u64) -> Option<String> {
+fn other_end(pids: &[u32], inode: u64) -> Option<String> {
     let text = format!("pipe:[{inode}]");
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let others = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok()).filter(|other| *other != pid);
+    let others = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok()).filter(|other| !pids.contains(other));
     others
         .filter(|other| {
             let files = fs::read_dir(format!("/proc/{other}/fd")).into_iter().flatten().flatten();
             files.filter_map(|file| fs::read_link(file.path()).ok()).any(|link| link.as_os_str() == text.as_str())
         })
-        .map(|other| {
-            let name = fs::read_to_string(format!("/proc/{other}/comm")).unwrap_or_default();
-            format!("{} (pid {other})", name.trim_end())
-        })
+        .map(named)
         .next()
 }
 
-/// The connections of these sockets: both addresses, as the kernel writes them.
-fn connections(pid: u32, sockets: &BTreeSet<u64>) -> Vec<(String, String)> {
+/// The connections of these sockets of a process.
+fn connections_of(pid: u32, sockets: &BTreeSet<u64>) -> Vec<Connection> {
     const LISTENING: &str = "0A";
+    /// For UDP, a socket without another side.
     const CLOSED: &str = "07";
     let mut found = Vec::new();
-    for table in ["tcp", "tcp6"] {
+    for table in ["tcp", "tcp6", "udp", "udp6"] {
         let text = fs::read_to_string(format!("/proc/{pid}/net/{table}")).unwrap_or_default();
         for line in text.lines().skip(1) {
             let fields: Vec<_> = line.split_whitespace().collect();
             let [_, own, other, state, ..] = fields[..] else { continue };
-            let is_its = fields.get(9).and_then(|inode| inode.parse().ok()).is_some_and(|inode: u64| sockets.contains(&inode));
-            if is_its && ![LISTENING, CLOSED].contains(&state) {
-                found.push((own.to_owned(), other.to_owned()));
+            let inode = fields.get(9).and_then(|inode| inode.parse().ok()).filter(|inode| sockets.contains(inode));
+            if let Some(inode) = inode.filter(|_| ![LISTENING, CLOSED].contains(&state)) {
+                found.push(Connection { pid, inode, own: own.to_owned(), other: other.to_owned() });
             }
         }
     }
@@ -281,9 +321,13 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (accepted, _) = listener.accept().unwrap();
-        let inside = look(pid, true).unwrap();
-        assert!(inside.has_connections && !inside.obstacles.iter().any(|one| one.contains("TCP")), "{:?}", inside.obstacles);
-        drop((own, accepted));
+        let local = own.local_addr().unwrap().to_string();
+        let is_outside = || look(&[pid], true).unwrap().outside.iter().any(|one| one.local == local);
+        assert!(look(&[pid], true).unwrap().has_connections && !is_outside());
+        // Its other side is in the kernel, or in another process.
+        drop(accepted);
+        assert!(is_outside());
+        drop(own);
         assert_eq!(address("0100007F:1F90"), "127.0.0.1:8080");
     }
 
@@ -298,9 +342,9 @@ mod tests {
 
     #[test]
     fn an_anonymous_file_is_known_by_its_kind() {
-        let file = |text: &str| Open { number: 9, text: text.into(), metadata: None, is_queue: false, mount: 0 };
-        assert!(obstacle(1, &file("anon_inode:[io_uring]"), false).unwrap().contains("UV_USE_IO_URING"));
-        assert_eq!(obstacle(1, &file("anon_inode:[eventpoll]"), false), None);
+        let file = |text: &str| Open { number: 9, text: text.into(), metadata: None, is_queue: false, mount: 0, access: 0 };
+        assert!(obstacle(&[1], &file("anon_inode:[io_uring]"), false).unwrap().contains("UV_USE_IO_URING"));
+        assert_eq!(obstacle(&[1], &file("anon_inode:[eventpoll]"), false), None);
         assert_eq!(numbered("pipe:[17]", "pipe"), Some(17));
     }
 }

@@ -1,4 +1,5 @@
-//! Changes what CRIU has written of open files: of those that others replace, it must compare neither size nor permissions, nor seek in them.
+//! Changes what CRIU has written of open files: of those that others replace, it must compare neither size nor permissions, nor seek in them, and
+//! connections to outside are closed.
 //!
 //! `files.img` has two numbers, and then records: a length each, and a message of protocol buffers (`FileEntry`).
 
@@ -8,6 +9,8 @@ use std::io;
 mod field {
     /// `FileEntry`: what is known of a plain file.
     pub const PLAIN: u64 = 3;
+    /// `FileEntry`: what is known of an Internet socket.
+    pub const SOCKET: u64 = 4;
     /// `RegFileEntry`: where it was.
     pub const POSITION: u64 = 3;
     /// `RegFileEntry`: its name.
@@ -16,7 +19,18 @@ mod field {
     pub const SIZE: u64 = 8;
     /// `RegFileEntry`: its permissions.
     pub const MODE: u64 = 10;
+    /// `InetSkEntry`: its inode.
+    pub const INODE: u64 = 2;
+    /// `InetSkEntry`: the state of its connection.
+    pub const STATE: u64 = 6;
+    /// `InetSkEntry`: the ports here and there, and the addresses.
+    pub const ENDS: [u64; 4] = [7, 8, 11, 12];
+    /// `InetSkEntry`: which directions have been shut down.
+    pub const SHUTDOWN: u64 = 19;
 }
+
+/// Of TCP, in the kernel: no connection.
+const CLOSED: u64 = 7;
 
 const HEADER: usize = 8;
 
@@ -29,7 +43,8 @@ struct Field<'a> {
 
 enum Value<'a> {
     Bytes(&'a [u8]),
-    Number,
+    Number(u64),
+    Fixed,
 }
 
 fn damaged() -> io::Error {
@@ -69,13 +84,13 @@ fn fields(mut message: &[u8]) -> io::Result<Vec<Field<'_>>> {
         let whole = message;
         let key = take_number(&mut message)?;
         let value = match key & 7 {
-            0 => take_number(&mut message).map(|_| Value::Number)?,
-            1 => take(&mut message, 8).map(|_| Value::Number)?,
+            0 => take_number(&mut message).map(Value::Number)?,
+            1 => take(&mut message, 8).map(|_| Value::Fixed)?,
             2 => {
                 let count = take_number(&mut message)?;
                 Value::Bytes(take(&mut message, count as usize)?)
             }
-            5 => take(&mut message, 4).map(|_| Value::Number)?,
+            5 => take(&mut message, 4).map(|_| Value::Fixed)?,
             _ => return Err(damaged()),
         };
         found.push(Field { number: key >> 3, value, bytes: &whole[..whole.len() - message.len()] });
@@ -83,29 +98,64 @@ fn fields(mut message: &[u8]) -> io::Result<Vec<Field<'_>>> {
     Ok(found)
 }
 
-/// The contents of `files.img`, in which these files (by their name there) are of any size, and are used where they are.
-pub fn replaced(image: &[u8], is_meant: &dyn Fn(&str) -> bool) -> io::Result<Vec<u8>> {
+/// What changes of the files.
+pub struct Changes<'a> {
+    /// The plain files that others replace, by their name there: they are of any size, and are used where they are.
+    pub is_replaced: &'a dyn Fn(&str) -> bool,
+    /// The sockets that lose their connection, by their inode.
+    pub is_closed: &'a dyn Fn(u64) -> bool,
+}
+
+/// The contents of `files.img`, changed.
+pub fn changed(image: &[u8], changes: &Changes<'_>) -> io::Result<Vec<u8>> {
     let (header, mut records) = image.split_at_checked(HEADER).ok_or_else(damaged)?;
     let mut new = header.to_vec();
     while !records.is_empty() {
         let count = u32::from_le_bytes(take(&mut records, 4)?.try_into().map_err(|_| damaged())?);
-        let record = entry(take(&mut records, count as usize)?, is_meant)?;
+        let record = entry(take(&mut records, count as usize)?, changes)?;
         new.extend((record.len() as u32).to_le_bytes());
         new.extend(record);
     }
     Ok(new)
 }
 
-fn entry(message: &[u8], is_meant: &dyn Fn(&str) -> bool) -> io::Result<Vec<u8>> {
+fn entry(message: &[u8], changes: &Changes<'_>) -> io::Result<Vec<u8>> {
     let mut new = Vec::new();
     for Field { number, value, bytes } in fields(message)? {
-        match value {
-            Value::Bytes(plain) if number == field::PLAIN => {
-                let plain = plain_file(plain, is_meant)?;
-                put_number(number << 3 | 2, &mut new);
-                put_number(plain.len() as u64, &mut new);
-                new.extend(plain);
+        let new_value = match value {
+            Value::Bytes(plain) if number == field::PLAIN => plain_file(plain, changes.is_replaced)?,
+            Value::Bytes(socket) if number == field::SOCKET => closed_socket(socket, changes.is_closed)?,
+            _ => {
+                new.extend(bytes);
+                continue;
             }
+        };
+        put_number(number << 3 | 2, &mut new);
+        put_number(new_value.len() as u64, &mut new);
+        new.extend(new_value);
+    }
+    Ok(new)
+}
+
+/// A socket as one that was never connected. Whoever uses it gets an error.
+fn closed_socket(message: &[u8], is_meant: &dyn Fn(u64) -> bool) -> io::Result<Vec<u8>> {
+    let fields = fields(message)?;
+    let is_it = fields.iter().any(|field| field.number == field::INODE && matches!(field.value, Value::Number(inode) if is_meant(inode)));
+    if !is_it {
+        return Ok(message.to_vec());
+    }
+    let mut new = Vec::new();
+    for Field { number, value, bytes } in fields {
+        match value {
+            Value::Number(_) if number == field::STATE => {
+                put_number(number << 3, &mut new);
+                put_number(CLOSED, &mut new);
+            }
+            Value::Number(_) if field::ENDS.contains(&number) => {
+                put_number(number << 3, &mut new);
+                put_number(0, &mut new);
+            }
+            _ if number == field::SHUTDOWN => (),
             _ => new.extend(bytes),
         }
     }
@@ -166,10 +216,26 @@ mod tests {
         let before = [number(2, 0x8401), number(field::POSITION, 300), number(field::SIZE, 1 << 40), number(field::MODE, 0o100_600)];
         let after = [number(2, 0x8401), number(field::POSITION, u64::MAX)];
         let is_meant = |name: &str| name == "/log";
-        assert_eq!(replaced(&image("/log", &before), &is_meant).unwrap(), image("/log", &after));
-        assert_eq!(replaced(&image("/data", &before), &is_meant).unwrap(), image("/data", &before));
+        let replaced = |image: &[u8]| changed(image, &Changes { is_replaced: &is_meant, is_closed: &|_| false });
+        assert_eq!(replaced(&image("/log", &before)).unwrap(), image("/log", &after));
+        assert_eq!(replaced(&image("/data", &before)).unwrap(), image("/data", &before));
         for cut in HEADER + 1..image("/log", &before).len() {
-            assert!(replaced(&image("/log", &before)[..cut], &is_meant).is_err(), "{cut}");
+            assert!(replaced(&image("/log", &before)[..cut]).is_err(), "{cut}");
         }
+    }
+
+    #[test]
+    fn only_the_sockets_that_are_meant_lose_their_connection() {
+        let image = |inode, state, ends: [u64; 4], rest: &[u8]| {
+            let [own, other, here, there] = ends;
+            let socket = [number(1, 5), number(2, inode), number(6, state), number(7, own), number(8, other)];
+            let socket = [socket.concat(), number(11, here), number(12, there), rest.to_vec()].concat();
+            let record = [number(1, 2), number(2, 9), bytes(field::SOCKET, &socket)].concat();
+            [&[7; HEADER][..], &(record.len() as u32).to_le_bytes(), &record].concat()
+        };
+        let close = |image: &[u8]| changed(image, &Changes { is_replaced: &|_| false, is_closed: &|inode| inode == 77 }).unwrap();
+        let ends = [8000, 40000, 0x0100_007f, 0x0100_0a0a];
+        assert_eq!(close(&image(77, 1, ends, &number(19, 1))), image(77, 7, [0; 4], &[]));
+        assert_eq!(close(&image(78, 1, ends, &number(19, 1))), image(78, 1, ends, &number(19, 1)));
     }
 }

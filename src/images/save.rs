@@ -1,26 +1,29 @@
-//! Saves a process as an image.
+//! Saves a program, a process and all that came of it, as an image.
 //!
 //! | step | undone by |
 //! | --- | --- |
 //! | look whether it can be saved | |
 //! | hold and pause all memory | resume |
 //! | the library writes the contents to the image, and keeps them there alone | the resume reads them |
-//! | it leaves the driver, which locks and checkpoints the process | restore, unlock, awake |
-//! | it closes its socket, as long as a lock is held | the lock |
-//! | CRIU writes the process, and leaves it stopped | SIGCONT |
+//! | the driver locks the processes without memory; look whether there are others now | unlock |
+//! | the library leaves the driver, which locks and checkpoints all | restore, unlock, awake |
+//! | the library closes its sockets, as long as a lock is held | the lock |
+//! | CRIU writes the processes, and leaves them stopped | SIGCONT |
 //! | the manifest gets its name: **the decision** | |
-//! | the process is killed, or all that is undone | |
+//! | the processes are killed, or all that is undone | |
 //!
-//! If this command dies, the kernel gives the lock back, and a child of it ([`Guard`]) continues the process. Then the process is suspended, and any
-//! `vramctl resume` brings it back.
+//! If this command dies, the kernel gives the locks back, and a child of it ([`Guard`]) continues the processes, and frees those that only it knows.
+//! Then the program is suspended, and any `vramctl resume` brings it back.
 
+use crate::bare::Bare;
 use crate::criu::{self, Criu};
 use crate::details::{Details, failed, refused, split};
-use crate::guard::Guard;
+use crate::guard::{self, Guard};
 use crate::look::{self, Look};
+use crate::tree::{self, Kind, Tree};
 use crate::{namespace, patch};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, File};
-
 use std::io::{self, Seek};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -35,11 +38,13 @@ use vramctl_control::protocol::ImageName;
 use vramctl_coordinator::checkpoint::{self, Checkpoint};
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::processes::Found;
+use vramctl_coordinator::processes::{Found, Target};
 use vramctl_coordinator::{Operation, Reporter};
 use vramctl_driver::{self as driver, checkpoint::GpuMap};
-use vramctl_model::{Bytes, PauseRequest};
-use vramctl_store::{Contents, Cpu, Gpu, Manifest, PackId, Piece, Process, Remap, Saving, Source, Store, Stream, Versions};
+use vramctl_model::{Bytes, GpuUse, PauseRequest};
+use vramctl_store::{
+    Allocation, Connection, Contents, Cpu, Gpu, Manifest, PackId, Piece, Process, Remap, Saving, Source, Store, Stream, Versions,
+};
 
 /// How long the process may take to close its socket, or to have it again.
 const SOCKET_WITHIN: Duration = Duration::from_secs(10);
@@ -47,6 +52,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// What a save will do.
 pub struct Save {
+    /// The processes.
+    tree: Tree,
+    /// Those with memory of the library's.
     checkpoint: Checkpoint,
     directory: Directory,
     request: PauseRequest,
@@ -60,7 +68,7 @@ pub struct Save {
 /// What a save has done.
 #[derive(Debug, Clone)]
 pub struct Saved {
-    /// The process, as a message names it.
+    /// The program, as a message names it.
     pub process: String,
     /// Bytes of contents.
     pub contents_bytes: u64,
@@ -77,7 +85,7 @@ fn cannot(why: &str) -> CommandError {
 }
 
 impl Save {
-    /// Finds the process and looks whether it can be saved. Changes nothing. `keeps`: the process goes on afterwards.
+    /// Finds the program and looks whether it can be saved. Changes nothing. `keeps`: it goes on afterwards.
     pub fn plan(operation: &Operation, image: &Path, keeps: bool, reporter: &dyn Reporter) -> Result<Self, CommandError> {
         let criu = Criu::find()?;
         // SAFETY: touches no memory.
@@ -86,46 +94,58 @@ impl Save {
         }
         criu.check()?;
         let Operation { target, deadline, pause, .. } = operation;
-        let found = Found::look_in_turn(target, deadline)?;
-        let mut checkpoint = Checkpoint::of(&found, target)?;
-        let [member] = checkpoint.members.as_slice() else {
-            let several: Vec<_> = checkpoint.members.iter().map(|member| member.process.to_string()).collect();
-            return Err(cannot(&format!("an image is of one process, and these are {}: {}", several.len(), several.join(", "))));
+        let chosen = Checkpoint::of(&Found::look_in_turn(target, deadline)?, target)?;
+        let seen: Vec<_> = chosen.members.iter().map(|member| member.pid.cast_unsigned()).filter(|pid| *pid != 0).collect();
+        if seen.len() < chosen.members.len() {
+            return Err(cannot("it is in another container: run vramctl there"));
+        }
+        let root = match target {
+            Target::Pid(_) => seen.first().copied().ok_or_else(|| cannot("there is no process"))?,
+            _ => tree::root_of(&seen)?,
         };
-        if member.process.suspended().is_some() {
+        let directory = chosen.found.directory(chosen.pids().first().copied().unwrap_or_default())?;
+        let tree = Tree::of(root, &listening(&directory));
+        let mut checkpoint = whole(operation, &tree, chosen)?;
+        if let Some(member) = checkpoint.members.iter().find(|member| member.process.suspended().is_some()) {
             return Err(cannot(&format!("{} is suspended; resume it first", member.process)));
         }
-        let (pid, name) = (member.pid.cast_unsigned(), member.process.to_string());
-        let directory = found.directory(member.process.pid)?;
         let request = pause.request(deadline);
         checkpoint.check_restorable(&request, reporter).map_err(|failure| failure.adding(". Nothing has changed"))?;
-        let look = look::look(pid, true).map_err(|error| cannot(&format!("{name} cannot be looked at: {error}")))?;
-        if !look.obstacles.is_empty() {
-            return Err(cannot(&format!("{name} cannot be saved: {}", look.obstacles.join("; "))));
+        let program = named(&checkpoint, &tree);
+        let look = look::look(&tree.pids(), true).map_err(|error| cannot(&format!("{program} cannot be looked at: {error}")))?;
+        let cards = driver::cards().unwrap_or_default();
+        let holders: Vec<_> = cards.iter().flat_map(|card| driver::holders_of(&card.uuid)).collect();
+        let obstacles = [tree.obstacles(&holders), look.obstacles].concat();
+        if !obstacles.is_empty() {
+            return Err(cannot(&format!("{program} cannot be saved: {}", obstacles.join("; "))));
+        }
+        if !look.outside.is_empty() {
+            let all: Vec<_> = look.outside.iter().map(|one| format!("{} to {}", one.local, one.remote)).collect();
+            let what = "connections to outside are not in the image: whoever uses one after a load gets an error";
+            reporter.warn(&format!("{what} ({})", all.join(", ")));
         }
         if fs::symlink_metadata(image.join("manifest.json")).is_ok() {
             return Err(cannot(&format!("{} is there already", image.display())));
         }
         let (images, name) = split(image)?;
         let images = std::path::absolute(images).map_err(refused("find", images))?;
-        Ok(Self { checkpoint, directory, request, images, name: name.to_owned(), criu, keeps })
+        Ok(Self { tree, checkpoint, directory, request, images, name: name.to_owned(), criu, keeps })
     }
 
-    /// Saves it. After a failure, the process goes on.
+    /// Saves it. After a failure, the program goes on.
     pub fn run(mut self, reporter: &dyn Reporter) -> Result<Saved, CommandError> {
         let guard = Guard::start().map_err(|error| cannot(&format!("no child can be started: {error}")))?;
         let store = Store::create(&self.images).map_err(failed)?;
         let saving = store.save(&self.name).map_err(failed)?;
-        let (contents, packs) = (Vec::new(), Vec::new());
+        let parts = self.checkpoint.members.iter().map(|member| Part::new(member.pid.cast_unsigned(), member.process.pid)).collect();
         let mut run = Run {
             save: &mut self,
             store,
             saving,
-            contents,
-            packs,
+            contents: Vec::new(),
+            parts,
             guard,
             stages: Vec::new(),
-            away: None,
             is_stopped: false,
             is_off: false,
             is_paused: false,
@@ -143,9 +163,45 @@ impl Save {
     }
 }
 
-impl Save {
-    fn pid(&self) -> u32 {
-        self.checkpoint.members.first().map_or(0, |member| member.pid.cast_unsigned())
+/// The processes that have memory of the library's.
+fn listening(directory: &Directory) -> BTreeSet<u32> {
+    directory.processes().unwrap_or_default().into_iter().collect()
+}
+
+/// Those of the tree. `chosen`: some of them.
+fn whole(operation: &Operation, tree: &Tree, chosen: Checkpoint) -> Result<Checkpoint, CommandError> {
+    let of_library = tree.nodes().iter().filter(|node| node.kind == Kind::Library);
+    let pids: Vec<_> = of_library.map(|node| node.pid).collect();
+    if pids.len() == chosen.members.len() {
+        return Ok(chosen);
+    }
+    let target = Target::of(pids.into_iter().map(Target::Pid).collect()).ok_or_else(|| cannot("there is no process"))?;
+    Checkpoint::of(&Found::look_in_turn(&target, &operation.deadline)?, &target)
+}
+
+/// The program in messages.
+fn named(checkpoint: &Checkpoint, tree: &Tree) -> String {
+    let first = checkpoint.members.first().map(|member| member.process.to_string()).unwrap_or_default();
+    match tree.nodes().len() {
+        1 => first,
+        count => format!("{first} and what belongs to it, {count} processes"),
+    }
+}
+
+/// A process with memory of the library's.
+struct Part {
+    pid: u32,
+    /// As commands name it.
+    known_as: u32,
+    /// The files that have its contents.
+    packs: Vec<PackId>,
+    /// What keeps it from listening.
+    away: Option<Marked>,
+}
+
+impl Part {
+    fn new(pid: u32, known_as: u32) -> Self {
+        Self { pid, known_as, packs: Vec::new(), away: None }
     }
 }
 
@@ -155,12 +211,9 @@ struct Run<'a> {
     store: Store,
     saving: Saving,
     contents: Vec<Contents>,
-    /// The files that have the contents.
-    packs: Vec<PackId>,
+    parts: Vec<Part>,
     guard: Guard,
     stages: Vec<(&'static str, Duration)>,
-    /// What keeps the process from listening.
-    away: Option<Marked>,
     /// CRIU has, or may have, stopped it.
     is_stopped: bool,
     /// It is, or may be, off its GPUs.
@@ -170,17 +223,16 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn pid(&self) -> u32 {
-        self.save.pid()
+    fn root(&self) -> u32 {
+        self.save.tree.root()
     }
 
-    /// The process as commands name it.
-    fn known_as(&self) -> u32 {
-        self.save.checkpoint.members.first().map_or(0, |member| member.process.pid)
+    fn bare(&self) -> Bare {
+        Bare::new(self.save.tree.bare())
     }
 
-    fn client(&self) -> Result<Client, CommandError> {
-        Ok(Client::connect(&self.save.directory, self.known_as())?)
+    fn client(&self, part: &Part) -> Result<Client, CommandError> {
+        Ok(Client::connect(&self.save.directory, part.known_as)?)
     }
 
     fn timed<R>(&mut self, stage: &'static str, step: impl FnOnce(&mut Self) -> Result<R, CommandError>) -> Result<R, CommandError> {
@@ -191,25 +243,20 @@ impl Run<'_> {
     }
 
     fn save(&mut self, reporter: &dyn Reporter) -> Result<Saved, CommandError> {
-        self.guard.watch(self.pid()).map_err(|error| cannot(&format!("the child that watches has ended: {error}")))?;
+        self.guard.watch(self.root()).map_err(not_watched)?;
         self.is_paused = true;
         let request = self.save.request.clone();
         self.timed("pause", |run| run.save.checkpoint.pause(&request, None, reporter).map(drop))?;
         let (contents_bytes, written_bytes) = self.timed("store", Self::store)?;
-        self.timed("checkpoint", |run| {
-            checkpoint::load()?;
-            run.is_off = true;
-            run.save.checkpoint.leave_gpus(Deadline::new(run.save.request.hold), reporter)
-        })?;
+        self.timed("checkpoint", |run| run.leave_gpus(reporter))?;
         self.timed("detach", Self::detach)?;
-        let look = self.look()?;
-        self.timed("dump", |run| run.dump(&look))?;
+        let look = self.timed("dump", Self::dump)?;
         let kept = self.timed("copy", Self::copy_files)?;
         let process_bytes = self.process_bytes();
         let manifest = self.describe(&look, kept)?;
         // The decision.
         self.timed("sync", |run| run.saving.finish(manifest, &run.contents).map_err(failed))?;
-        let process = self.save.checkpoint.members.first().map(|member| member.process.to_string()).unwrap_or_default();
+        let process = named(&self.save.checkpoint, &self.save.tree);
         if self.save.keeps {
             self.timed("resume", |run| run.undo(reporter))?;
         } else {
@@ -218,65 +265,120 @@ impl Run<'_> {
         Ok(Saved { process, contents_bytes, written_bytes, process_bytes, stages: std::mem::take(&mut self.stages) })
     }
 
-    /// Has the library write the contents.
+    /// Has the library write the contents of each process.
     fn store(&mut self) -> Result<(u64, u64), CommandError> {
         let list = Path::new("the list of contents");
-        self.saving.keep_for(self.pid()).map_err(failed)?;
-        let mut client = self.client()?;
-        let tags = client.status()?.memory.tags;
-        let bytes = tags.iter().map(|tag| tag.host_bytes + tag.disk_bytes).sum();
-        let descriptors = self.saving.hand_out(bytes).map_err(failed)?;
-        let mut file = memory_file().map_err(refused("make", list))?;
-        let all: Vec<_> = descriptors.iter().map(AsFd::as_fd).chain([file.as_fd()]).collect();
-        let stored = client.store(self.image()?, &all)?;
-        file.rewind().map_err(refused("read", list))?;
-        (self.contents, self.packs) = serde_json::from_reader(&file).map_err(|error| refused("read", list)(error.into()))?;
-        Ok(stored)
+        let (mut contents_bytes, mut written_bytes) = (0, 0);
+        for place in 0..self.parts.len() {
+            let part = &self.parts[place];
+            self.saving.keep_for(part.pid).map_err(failed)?;
+            let mut client = self.client(part)?;
+            let tags = client.status()?.memory.tags;
+            let bytes = tags.iter().map(|tag| tag.host_bytes + tag.disk_bytes).sum();
+            let descriptors = self.saving.hand_out(bytes).map_err(failed)?;
+            let mut file = memory_file().map_err(refused("make", list))?;
+            let all: Vec<_> = descriptors.iter().map(AsFd::as_fd).chain([file.as_fd()]).collect();
+            let (its_bytes, its_written) = client.store(self.image()?, &all)?;
+            file.rewind().map_err(refused("read", list))?;
+            let described: (Vec<Contents>, Vec<PackId>) =
+                serde_json::from_reader(&file).map_err(|error| refused("read", list)(error.into()))?;
+            let process = pid_there(part.pid)?;
+            self.contents
+                .extend(described.0.into_iter().map(|contents| Contents { of: Allocation { process, ..contents.of }, ..contents }));
+            self.parts[place].packs = described.1;
+            contents_bytes += its_bytes;
+            written_bytes += its_written;
+        }
+        Ok((contents_bytes, written_bytes))
+    }
+
+    /// Has the driver lock and checkpoint all: first those without memory, as there may be more of them by then.
+    fn leave_gpus(&mut self, reporter: &dyn Reporter) -> Result<(), CommandError> {
+        let deadline = Deadline::new(self.save.request.hold);
+        checkpoint::load()?;
+        self.is_off = true;
+        loop {
+            for pid in self.save.tree.bare() {
+                self.guard.watch_bare(pid).map_err(not_watched)?;
+            }
+            self.bare().lock(deadline.left_or_a_moment())?;
+            let now = self.tree_now();
+            let is_known = |pid: &u32| self.parts.iter().any(|part| part.pid == *pid);
+            let new = now.nodes().iter().filter(|node| node.kind == Kind::Library).map(|node| node.pid).find(|pid| !is_known(pid));
+            if let Some(pid) = new {
+                return Err(CommandError::new(Exit::Busy, format!("{} has allocated GPU memory meanwhile; try again", tree::named(pid))));
+            }
+            let is_as_before = now.bare() == self.save.tree.bare();
+            self.save.tree = now;
+            if is_as_before {
+                break;
+            }
+        }
+        self.save.checkpoint.leave_gpus(deadline, reporter)?;
+        self.bare().checkpoint()
+    }
+
+    /// The processes that there are now. Those that were known keep their kind: what is checkpointed has nothing open.
+    fn tree_now(&self) -> Tree {
+        let known: BTreeSet<_> = self.save.tree.pids().into_iter().collect();
+        let now = Tree::of(self.root(), &self.parts.iter().map(|part| part.pid).collect());
+        let has_new = now.pids().iter().any(|pid| !known.contains(pid));
+        let now = if has_new { Tree::of(self.root(), &listening(&self.save.directory)) } else { now };
+        now.with_kinds_of(&self.save.tree)
     }
 
     fn image(&self) -> Result<ImageName, CommandError> {
         image_name(&self.store, &self.save.name)
     }
 
-    /// Has the library close everything by which it is reached.
+    /// Has each library close everything by which it is reached.
     fn detach(&mut self) -> Result<(), CommandError> {
-        let (known_as, directory) = (self.known_as(), self.save.directory.clone());
-        let socket = directory.path().join(directory.beside(known_as, "sock"));
-        let address = Address::distinct(self.pid()).ok_or_else(|| cannot("the process has ended"))?;
-        let name = self.save.checkpoint.members.first().and_then(|member| member.process.name.clone());
-        let marked = Marked::new(directory.folder(), Mark::Saving, &address, &Says { name }).map_err(refused("lock", directory.path()))?;
-        self.away = Some(marked.ok_or_else(|| CommandError::new(Exit::Busy, "another vramctl saves this process"))?);
-        self.client()?.detach()?;
-        if wait_until(SOCKET_WITHIN, || fs::symlink_metadata(&socket).is_err()) {
+        let directory = self.save.directory.clone();
+        for (part, member) in self.parts.iter_mut().zip(&self.save.checkpoint.members) {
+            let address = Address::distinct(part.pid).ok_or_else(|| cannot("the process has ended"))?;
+            let says = Says { name: member.process.name.clone() };
+            let marked = Marked::new(directory.folder(), Mark::Saving, &address, &says).map_err(refused("lock", directory.path()))?;
+            part.away = Some(marked.ok_or_else(|| CommandError::new(Exit::Busy, "another vramctl saves this process"))?);
+        }
+        let sockets: Vec<_> = self.parts.iter().map(|part| directory.path().join(directory.beside(part.known_as, "sock"))).collect();
+        for part in &self.parts {
+            self.client(part)?.detach()?;
+        }
+        let are_gone = || sockets.iter().all(|socket| fs::symlink_metadata(socket).is_err());
+        if wait_until(SOCKET_WITHIN, are_gone) {
             return Ok(());
         }
         Err(CommandError::new(Exit::Busy, "the library has not closed its socket"))
     }
 
-    /// Looks at the process again, now that neither the driver's files nor the library's should be open.
+    /// Looks at the processes again, now that neither the driver's files nor the library's should be open.
     fn look(&self) -> Result<Look, CommandError> {
-        let look = look::look(self.pid(), false).map_err(|error| cannot(&error.to_string()))?;
+        let look = look::look(&self.save.tree.pids(), false).map_err(|error| cannot(&error.to_string()))?;
         if look.obstacles.is_empty() {
             return Ok(look);
         }
         Err(CommandError::new(Exit::Unsuspendable, format!("it cannot be saved: {}", look.obstacles.join("; "))))
     }
 
-    fn dump(&mut self, look: &Look) -> Result<(), CommandError> {
-        /// How often the library may have been looking for its lock at the moment of the dump.
+    /// Returns what CRIU has seen.
+    fn dump(&mut self) -> Result<Look, CommandError> {
+        /// How often the library may have been looking for its lock at the moment of the dump, or the program may have started or ended a process.
         const TRIES: usize = 5;
         let images = self.saving.criu_path();
         for _ in 0..TRIES {
+            self.save.tree = self.tree_now();
+            let look = self.look()?;
             self.is_stopped = true;
-            self.dump_to(&images, look)?;
-            // It is stopped, so this is what CRIU has seen, too.
-            if !self.away.as_ref().is_some_and(|away| look::has_file(self.pid(), away.name())) {
-                return Ok(());
+            self.dump_to(&images, &look)?;
+            // All are stopped, so this is what CRIU has seen, too.
+            let has_file = self.parts.iter().any(|part| part.away.as_ref().is_some_and(|away| look::has_file(part.pid, away.name())));
+            if !has_file && self.tree_now() == self.save.tree {
+                return Ok(look);
             }
             self.go_on();
             fs::remove_dir_all(&images).and_then(|()| make(&images)).map_err(refused("empty", &images))?;
         }
-        Err(CommandError::new(Exit::Busy, "the library has had a file open at every attempt"))
+        Err(CommandError::new(Exit::Busy, "at every attempt, a process had just started or ended, or the library had a file open"))
     }
 
     fn dump_to(&self, images: &Path, look: &Look) -> Result<(), CommandError> {
@@ -293,9 +395,9 @@ impl Run<'_> {
         if look.has_connections {
             more.extend(["--tcp-established", "--network-lock", "skip"].map(str::to_owned));
         }
-        let away = self.away.as_ref().and_then(Marked::lock);
-        let kept: Vec<_> = away.into_iter().map(|lock| lock.as_raw_fd()).chain([self.guard.held_open()]).collect();
-        let dumped = self.save.criu.dump(self.pid(), images_open.as_fd(), work_open.as_fd(), &more, &kept);
+        let locks = self.parts.iter().filter_map(|part| part.away.as_ref()?.lock()).map(|lock| lock.as_raw_fd());
+        let kept: Vec<_> = locks.chain([self.guard.held_open()]).collect();
+        let dumped = self.save.criu.dump(self.root(), images_open.as_fd(), work_open.as_fd(), &more, &kept);
         let said = criu::errors_in(&work);
         fs::remove_dir_all(&work).map_err(refused("remove", &work))?;
         match dumped {
@@ -309,8 +411,8 @@ impl Run<'_> {
     fn copy_files(&mut self) -> Result<Vec<Remap>, CommandError> {
         let top = self.saving.files_path();
         let mut kept = Vec::new();
-        let root = PathBuf::from(format!("/proc/{}/root", self.pid()));
-        let shared = look::shared_files(self.pid()).into_keys();
+        let root = PathBuf::from(format!("/proc/{}/root", self.root()));
+        let shared = self.save.tree.pids().into_iter().flat_map(|pid| look::shared_files(pid).into_keys());
         let beside = |path: &PathBuf| root.join(path.strip_prefix("/").unwrap_or(path));
         // What CRIU has linked so that it is found again.
         let linked = files_in(&root.join("dev/shm")).into_iter().filter(|name| name.starts_with("link_remap."));
@@ -337,13 +439,33 @@ impl Run<'_> {
 
     /// What the image says of itself.
     fn describe(&self, look: &Look, remaps: Vec<Remap>) -> Result<Manifest, CommandError> {
-        let member = self.save.checkpoint.members.first().ok_or_else(|| cannot("there is no process"))?;
-        let hello = member.process.status.as_ref().map(|status| status.process.clone()).ok();
-        let there = namespace::pid_there(self.pid()).ok_or_else(|| cannot("the process has ended"))?;
-        let gpus: Vec<_> = member.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        let members = &self.save.checkpoint.members;
+        let hello = |pid: u32| {
+            let member = members.iter().find(|member| member.pid.cast_unsigned() == pid)?;
+            Some((member, member.process.status.as_ref().ok()?.process.clone()))
+        };
+        let first = members.first().and_then(|member| hello(member.pid.cast_unsigned())).map(|(_, hello)| hello);
+        let there = pid_there(self.root())?;
+        let mut needed = BTreeMap::<String, u64>::new();
+        for gpu in members.iter().flat_map(|member| &member.gpus) {
+            *needed.entry(gpu.uuid.clone()).or_default() += gpu.bytes;
+        }
         let cards = driver::cards().unwrap_or_default();
         let card = |uuid: &String| cards.iter().find(|card| card.uuid == *uuid);
         let gpu = |uuid: &String| Gpu { uuid: uuid.clone(), bytes: card(uuid).map_or(0, |card| card.total), ..Gpu::default() };
+        let process = |node: &tree::Node| {
+            let known = hello(node.pid);
+            Ok(Process {
+                pid: pid_there(node.pid)?,
+                parent: if node.pid == self.root() { 0 } else { pid_there(node.parent)? },
+                kind: node.kind.to_string(),
+                name: known.as_ref().map(|(_, hello)| hello.name.clone()).unwrap_or_default(),
+                gpus: known.iter().flat_map(|(member, _)| &member.gpus).map(|gpu| gpu.uuid.clone()).collect(),
+                ..look::credentials(node.pid)
+            })
+        };
+        let connection =
+            |one: &look::Outside| Ok(Connection { process: pid_there(one.pid)?, local: one.local.clone(), remote: one.remote.clone() });
         let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         let streams = look
             .streams
@@ -354,29 +476,24 @@ impl Run<'_> {
             saved_at: SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs(),
             versions: Versions {
                 vramctl: env!("CARGO_PKG_VERSION").into(),
-                library: hello.as_ref().map(|hello| hello.library.clone()).unwrap_or_default(),
+                library: first.as_ref().map(|hello| hello.library.clone()).unwrap_or_default(),
                 criu: self.save.criu.version().into(),
                 kernel: kernel.trim().into(),
                 ..Versions::default()
             },
             cpu: Cpu { architecture: env::consts::ARCH.into(), ..Cpu::default() },
             page_size: 4096,
-            gpus: gpus.iter().map(gpu).collect(),
-            processes: vec![Process {
-                pid: there,
-                kind: "library".into(),
-                name: hello.as_ref().map(|hello| hello.name.clone()).unwrap_or_default(),
-                gpus,
-                ..look::credentials(self.pid())
-            }],
+            gpus: needed.keys().map(gpu).collect(),
+            processes: self.save.tree.nodes().iter().map(process).collect::<Result<_, CommandError>>()?,
+            connections: look.outside.iter().map(connection).collect::<Result<_, CommandError>>()?,
             streams: streams.collect(),
             remaps,
             ..Manifest::default()
         };
         Details {
-            program: hello.map(|hello| hello.program).unwrap_or_default(),
+            program: first.map(|hello| hello.program).unwrap_or_default(),
             sockets: self.save.directory.path().to_owned(),
-            gpus: member.gpus.clone(),
+            gpus: needed.into_iter().map(|(uuid, bytes)| GpuUse { uuid, bytes }).collect(),
             cuda: driver::cuda_version().map(|version| version.to_string()).unwrap_or_default(),
             has_connections: look.has_connections,
         }
@@ -384,37 +501,21 @@ impl Run<'_> {
         Ok(manifest)
     }
 
-    /// Ends the process, which goes on from the image.
+    /// Ends the program, which goes on from the image. All of it is stopped, so nothing new comes of it. Children go first: the kernel continues those
+    /// that lose their parent.
     fn kill(&mut self) -> Result<(), CommandError> {
-        let failed =
-            |error: std::io::Error| CommandError::new(Exit::Failed, format!("the image is complete, but the process lives: {error}"));
-        // SAFETY: touches no memory.
-        let opened = unsafe { libc::syscall(libc::SYS_pidfd_open, self.pid(), 0) };
-        if opened < 0 {
-            return Err(failed(std::io::Error::last_os_error()));
+        let failed = |error: io::Error| CommandError::new(Exit::Failed, format!("the image is complete, but the program lives: {error}"));
+        for pid in self.save.tree.pids().into_iter().rev() {
+            kill(pid).or_else(|error| if error.raw_os_error() == Some(libc::ESRCH) { Ok(()) } else { Err(failed(error)) })?;
         }
-        // SAFETY: just opened, and nobody else's.
-        let process = unsafe { OwnedFd::from_raw_fd(opened as libc::c_int) };
-        // SAFETY: as above; there are no details of the signal.
-        let sent = unsafe {
-            libc::syscall(libc::SYS_pidfd_send_signal, process.as_raw_fd(), libc::SIGKILL, std::ptr::null::<libc::siginfo_t>(), 0)
-        };
-        if sent != 0 {
-            return Err(failed(std::io::Error::last_os_error()));
-        }
-        // Until then, its lock keeps it from being taken for one that somebody has deleted the socket of.
-        let mut ended = libc::pollfd { fd: process.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one structure, writable.
-        unsafe { libc::poll(&raw mut ended, 1, SOCKET_WITHIN.as_millis() as libc::c_int) };
-        self.away.take().into_iter().for_each(Marked::remove);
+        self.parts.iter_mut().filter_map(|part| part.away.take()).for_each(Marked::remove);
         (self.is_stopped, self.is_off, self.is_paused) = (false, false, false);
         self.saving.release();
         Ok(())
     }
 
     fn go_on(&mut self) {
-        // SAFETY: touches no memory.
-        unsafe { libc::kill(self.pid().cast_signed(), libc::SIGCONT) };
+        guard::go_on(self.root());
         self.is_stopped = false;
     }
 
@@ -423,21 +524,24 @@ impl Run<'_> {
         if self.is_stopped {
             self.go_on();
         }
-        self.away.iter_mut().for_each(Marked::let_go);
+        self.parts.iter_mut().filter_map(|part| part.away.as_mut()).for_each(Marked::let_go);
         if self.is_off {
-            let known_as = self.known_as();
+            // As far as that goes, whatever becomes of the others.
+            let freed = self.bare().free();
             let directory = self.save.directory.clone();
-            if !wait_until(SOCKET_WITHIN, || directory.connect(known_as).is_ok()) {
-                let ended = self.away.take_if(|_| namespace::pid_there(self.save.pid()).is_none());
-                ended.into_iter().for_each(Marked::remove);
+            let are_there = || self.parts.iter().all(|part| directory.connect(part.known_as).is_ok());
+            if !wait_until(SOCKET_WITHIN, are_there) {
+                let ended = self.parts.iter_mut().filter(|part| namespace::pid_there(part.pid).is_none());
+                ended.filter_map(|part| part.away.take()).for_each(Marked::remove);
                 return Err(CommandError::new(Exit::Busy, "the process has not opened its socket again"));
             }
-            self.away.take().into_iter().for_each(Marked::remove);
+            self.parts.iter_mut().filter_map(|part| part.away.take()).for_each(Marked::remove);
             self.save.checkpoint.restore(&GpuMap::new(), &Deadline::new(None), reporter)?;
+            freed?;
             self.is_off = false;
         }
         if self.is_paused {
-            self.give_contents()?;
+            self.parts.iter().try_for_each(|part| self.give_contents(part))?;
             self.save.checkpoint.resume(reporter)?;
             self.is_paused = false;
         }
@@ -446,14 +550,46 @@ impl Run<'_> {
     }
 
     /// Gives the library the files by which it reads its contents: it may have no right to open them.
-    fn give_contents(&self) -> Result<(), CommandError> {
-        if self.packs.is_empty() {
+    fn give_contents(&self, part: &Part) -> Result<(), CommandError> {
+        if part.packs.is_empty() {
             return Ok(());
         }
-        let source = Source::new(&self.save.name, self.store.open_packs(&self.packs).map_err(failed)?);
+        let source = Source::new(&self.save.name, self.store.open_packs(&part.packs).map_err(failed)?);
         // Each is where it was put.
-        send_origin(&mut self.client()?, self.image()?, &source, &[])
+        send_origin(&mut self.client(part)?, self.image()?, &source, &[])
     }
+}
+
+#[allow(clippy::needless_pass_by_value)] // for `map_err`
+fn not_watched(error: io::Error) -> CommandError {
+    cannot(&format!("the child that watches has ended: {error}"))
+}
+
+/// The id of a process in its own namespace.
+fn pid_there(pid: u32) -> Result<u32, CommandError> {
+    namespace::pid_there(pid).ok_or_else(|| CommandError::new(Exit::NoProcess, format!("process {pid} has ended")))
+}
+
+/// Kills a process, and waits for its end: until then, the lock of its library keeps it from being taken for one that somebody has deleted the socket
+/// of.
+fn kill(pid: u32) -> io::Result<()> {
+    // SAFETY: touches no memory.
+    let opened = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    if opened < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: just opened, and nobody else's.
+    let process = unsafe { OwnedFd::from_raw_fd(opened as libc::c_int) };
+    // SAFETY: as above; there are no details of the signal.
+    let sent =
+        unsafe { libc::syscall(libc::SYS_pidfd_send_signal, process.as_raw_fd(), libc::SIGKILL, std::ptr::null::<libc::siginfo_t>(), 0) };
+    if sent != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let mut ended = libc::pollfd { fd: process.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: one structure, writable.
+    unsafe { libc::poll(&raw mut ended, 1, SOCKET_WITHIN.as_millis() as libc::c_int) };
+    Ok(())
 }
 
 /// The image's name in a request.
@@ -484,11 +620,22 @@ fn make(folder: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o700).create(folder)
 }
 
-/// What replaces a plain file as a stream may have another size.
-fn patch(images: &Path, look: &Look) -> std::io::Result<()> {
-    let is_replaced = |name: &str| look.streams.iter().flatten().any(|stream| stream.name == name);
+/// What replaces a plain file as a stream may have another size, and connections to outside are closed.
+fn patch(images: &Path, look: &Look) -> io::Result<()> {
+    let changes = patch::Changes {
+        is_replaced: &|name| look.streams.iter().flatten().any(|stream| stream.name == name),
+        is_closed: &|inode| look.outside.iter().any(|one| one.inode == inode),
+    };
     let path = images.join("files.img");
-    fs::write(&path, patch::replaced(&fs::read(&path)?, &is_replaced)?)
+    fs::write(&path, patch::changed(&fs::read(&path)?, &changes)?)?;
+    for one in &look.outside {
+        // What was on its way.
+        match fs::remove_file(images.join(format!("tcp-stream-{:x}.img", one.inode))) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => (),
+        }
+    }
+    Ok(())
 }
 
 fn files_in(folder: &Path) -> Vec<String> {

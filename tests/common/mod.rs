@@ -12,6 +12,7 @@
 )]
 
 pub mod generated;
+pub mod images;
 pub mod machine;
 pub mod sharing;
 pub mod warnings;

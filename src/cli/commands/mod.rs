@@ -5,6 +5,7 @@ pub mod coordinate;
 pub mod doctor;
 pub mod events;
 pub mod gpus;
+pub mod image_guard;
 pub mod image_init;
 pub mod images;
 pub mod keeper;

@@ -19,11 +19,12 @@ use vramctl_model::{PauseOptions, Verb};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
-Suspends the program as `vramctl suspend` does, and writes it to a directory: the contents of its GPU memory, and with CRIU the process. \
-Then it ends; with --keep it goes on. `vramctl load` starts it again, as often as wanted.
+Suspends the program as `vramctl suspend` does, and writes it to a directory: the contents of its GPU memory, and with CRIU the process \
+and all that came of it. Then it ends; with --keep it goes on. `vramctl load` starts it again, as often as wanted.
 
 Needs root and CRIU 4.1 or later (VRAMCTL_CRIU, else on the PATH). A program that cannot be saved is refused with exit code 7, and nothing \
-changes: the message names what is in the way, such as an io_uring, a TCP connection to outside, or a child.
+changes: the message names what is in the way, such as an io_uring, or a forked child with its parent's GPU files. Connections to outside \
+are named, and are not in the image.
 
 An image has all of the program's memory in it, and so its secrets. Only its owner and root can read it.
 
@@ -32,7 +33,7 @@ Examples:
   vramctl save engine /images/llama --keep
   vramctl load /images/llama --name e1")]
 pub struct Args {
-    /// The process, by name or id
+    /// The program, by name, or the id of its first process
     #[arg(value_name = "NAME", add = ArgValueCandidates::new(candidates::targets))]
     process: String,
     /// The directory to make

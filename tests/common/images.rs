@@ -1,0 +1,90 @@
+//! Images of programs on a simulated machine, by the real CRIU.
+
+use super::machine::{Machine, Program, Ran};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// CRIU, where it works.
+fn criu() -> Option<&'static Path> {
+    static FOUND: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let find = || {
+        let brought = super::artifacts().parent()?.join("criu/criu");
+        let named = std::env::var_os("VRAMCTL_CRIU").map(PathBuf::from);
+        let criu = named.unwrap_or(if brought.exists() { brought } else { "criu".into() });
+        let works = unsafe { libc::geteuid() } == 0 && Command::new(&criu).arg("check").output().is_ok_and(|done| done.status.success());
+        works.then_some(criu)
+    };
+    FOUND.get_or_init(find).as_deref()
+}
+
+/// A machine on which programs can be saved.
+pub struct Images {
+    pub machine: Machine,
+    pub criu: &'static Path,
+}
+
+/// Leaves a program none of the descriptors that this one has inherited from whatever started it.
+pub fn without_inherited(command: &mut Command) -> &mut Command {
+    let close = || {
+        unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+        Ok(())
+    };
+    unsafe { command.pre_exec(close) }
+}
+
+/// The session of these tests may have been begun outside of their container, and CRIU saves no program of such a session.
+pub fn in_own_session(command: &mut Command) -> &mut Command {
+    let begin = || {
+        unsafe { libc::setsid() };
+        Ok(())
+    };
+    unsafe { command.pre_exec(begin) }
+}
+
+impl Images {
+    /// `None`, and a message, where CRIU cannot work.
+    pub fn new() -> Option<Self> {
+        Self::on(|| Machine { engine_mib: [16, 8], context_bytes: 1 << 20, ..Machine::with(1, "1G") })
+    }
+
+    /// The same on another machine.
+    pub fn on(machine: impl FnOnce() -> Machine) -> Option<Self> {
+        let Some(criu) = criu() else {
+            eprintln!("not run: no CRIU that works here, or not root (scripts/criu)");
+            return None;
+        };
+        Some(Self { machine: machine(), criu })
+    }
+
+    pub fn cli(&self, words: &str) -> Command {
+        let mut command = self.machine.cli(words);
+        command.env("VRAMCTL_CRIU", self.criu);
+        without_inherited(&mut command);
+        command
+    }
+
+    pub fn vramctl(&self, words: &str) -> Ran {
+        Ran::of(&mut self.cli(words))
+    }
+
+    pub fn engine(&self, name: &str) -> Program {
+        self.machine.engine_with(name, |command| {
+            in_own_session(without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1")));
+        })
+    }
+
+    pub fn image(&self, name: &str) -> String {
+        self.machine.folder.path().join("images").join(name).to_str().unwrap().to_owned()
+    }
+
+    pub fn save(&self, program: &str, image: &str) -> Ran {
+        self.vramctl(&format!("save {program} {}", self.image(image)))
+    }
+
+    /// Loads it, with this process's pipes as its streams: what they carry is the program's alone.
+    pub fn load(&self, image: &str, name: &str) -> Program {
+        Program::spawn(&mut self.cli(&format!("load {} --name {name}", self.image(image))))
+    }
+}

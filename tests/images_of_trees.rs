@@ -1,0 +1,265 @@
+//! Images of programs of several processes, on a simulated machine, by the real CRIU. As `tests/images.rs`, which has those of one process.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::images::{Images, in_own_session, without_inherited};
+use common::machine::{Machine, Program, Ran};
+use common::sharing::{self, MIB};
+use std::net::TcpListener;
+
+/// The first process: it starts others, passes lines on to those that it is told, and evaluates all other lines itself.
+const FIRST: &str = r#"
+import ctypes, mmap, os, socket, subprocess, sys, threading
+cuda = ctypes.CDLL("libcuda.so.1")
+nvml = ctypes.CDLL("libnvidia-ml.so.1")
+children, kept = {}, {}
+
+def start(name, program):
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    children[name] = child
+    return child.stdout.readline().strip()
+
+def ask(name, line):
+    children[name].stdin.write(line + "\n")
+    children[name].stdin.flush()
+    return children[name].stdout.readline().strip()
+
+def attempt(work):
+    try:
+        return work()
+    except OSError as error:
+        return f"error {error.errno}"
+
+def keep(name, value):
+    kept[name] = value
+    return "kept"
+
+def devices():
+    count = ctypes.c_int()
+    return cuda.cuDeviceGetCount(ctypes.byref(count)) or count.value
+
+def cards():
+    count = ctypes.c_uint()
+    return nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) or count.value
+
+def serve(listener):
+    """A server that evaluates what it is sent."""
+    def converse(connection):
+        with connection, connection.makefile("rw") as lines:
+            for line in lines:
+                lines.write(f"{eval(line)}\n")
+                lines.flush()
+    def accept():
+        while True:
+            threading.Thread(target=converse, args=(listener.accept()[0],), daemon=True).start()
+    threading.Thread(target=accept, daemon=True).start()
+
+def fork():
+    """A forked child, with which this process shares memory and two pipes."""
+    shared = mmap.mmap(-1, 4096)
+    here, there = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        while os.read(here[0], 1):
+            shared[0] += 1
+            os.write(there[1], b".")
+        os._exit(0)
+    def step():
+        os.write(here[1], b".")
+        os.read(there[0], 1)
+        return shared[0]
+    return step
+
+def main():
+    print("ready", flush=True)
+    for line in sys.stdin:
+        name, _, rest = line.strip().partition(" ")
+        print(ask(name, rest) if name in children else eval(line), flush=True)
+    for child in children.values():
+        child.stdin.close()
+        child.wait()
+if __name__ == "__main__" and "IS_CHILD" not in os.environ:
+    main()
+"#;
+
+/// A child with what [`FIRST`] has.
+const CHILD: &str = "exec(__import__('os').environ['FIRST'], globals()); main()";
+
+impl Images {
+    /// Starts such a program, which is ready.
+    #[track_caller]
+    fn program(&self, name: &str) -> Program {
+        let mut command = self.cli(&format!("run --name {name} --no-python -- python3 -c"));
+        command.arg("import os; exec(os.environ['FIRST'], globals()); main()");
+        command.env("FIRST", FIRST).env("CHILD", CHILD).env("RANK", sharing::PROGRAM).env("IS_CHILD", "1");
+        in_own_session(without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1")));
+        Program::ready(&mut command)
+    }
+}
+
+fn machine() -> Machine {
+    Machine { context_bytes: 1 << 20, ..Machine::with(2, "512M") }
+}
+
+#[track_caller]
+fn says(program: &mut Program, line: &str, answer: &str) {
+    assert_eq!(program.ask(line), answer, "{line}");
+}
+
+/// What a server is: a front end that has the driver open, an engine, a monitor, a helper and its fork. Each is connected to another.
+#[track_caller]
+fn start_five(images: &Images) -> (Program, u64) {
+    let mut program = images.program("server");
+    says(&mut program, "cuda.cuInit(0)", "0");
+    says(&mut program, "start('engine', os.environ['RANK'])", "ready");
+    let memory = program.number(&format!("engine malloc({})", 24 * MIB));
+    says(&mut program, &format!("engine fill({memory}, 7, {})", 24 * MIB), "0");
+    for name in ["monitor", "helper"] {
+        says(&mut program, &format!("start('{name}', os.environ['CHILD'])"), "ready");
+    }
+    says(&mut program, "monitor nvml.nvmlInit_v2()", "0");
+    says(&mut program, "helper keep('step', fork())", "kept");
+    says(&mut program, "helper kept['step']()", "1");
+    let port = program.number("keep('listener', socket.create_server(('127.0.0.1', 0))) and kept['listener'].getsockname()[1]");
+    let connect = format!("engine globals().update(link=__import__('socket').create_connection(('127.0.0.1', {port})))");
+    says(&mut program, &connect, "None");
+    says(&mut program, "keep('link', kept['listener'].accept()[0])", "kept");
+    says(&mut program, "kept['link'].send(b'before')", "6");
+    (program, memory)
+}
+
+/// All five work, and are connected as before. `steps`: how often this has been called.
+#[track_caller]
+fn all_five_work(program: &mut Program, memory: u64, steps: u32) {
+    says(program, &format!("engine read({memory}, {})", 24 * MIB), "[7]");
+    says(program, "devices()", "2");
+    says(program, "monitor cards()", "2");
+    says(program, "helper kept['step']()", &(steps + 1).to_string());
+    says(program, "engine link.recv(6)", "b'before'");
+    says(program, "kept['link'].send(b'before')", "6");
+}
+
+#[test]
+fn a_program_of_five_kinds_of_processes_is_saved_and_loaded() {
+    let Some(images) = Images::on(machine) else { return };
+    let (mut program, memory) = start_five(&images);
+    all_five_work(&mut program, memory, 1);
+    images.vramctl(&format!("save server {} --keep", images.image("first"))).expect(0, "5 processes", "");
+    all_five_work(&mut program, memory, 2);
+    images.save("server", "second").expect(0, "5 processes", "");
+    program.ended();
+    assert_eq!(images.machine.gpus()[0].1, 0);
+    let [mut one, mut other] = [("first", "e1", 2), ("second", "e2", 3)].map(|(image, name, steps)| {
+        let mut loaded = images.load(image, name);
+        all_five_work(&mut loaded, memory, steps);
+        loaded
+    });
+    images.vramctl("status e2").expect(0, "", "");
+    // Each is a program of its own.
+    images.vramctl("pause e2").expect(0, "paused", "");
+    all_five_work(&mut one, memory, 3);
+    images.vramctl("resume e2").expect(0, "resumed", "");
+    images.save("e2", "third").expect(0, "5 processes", "");
+    other.ended();
+    let mut again = images.load("third", "e3");
+    all_five_work(&mut again, memory, 4);
+    // They end with the first one.
+    again.signal(libc::SIGTERM);
+    assert_eq!(again.ended().code(), Some(128 + libc::SIGTERM));
+    images.vramctl("status e3").expect(3, "", "e3");
+    one.end();
+}
+
+#[test]
+fn a_connection_to_outside_is_closed_in_the_image_alone() {
+    let Some(images) = Images::on(machine) else { return };
+    let (mut program, memory) = start_five(&images);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    says(&mut program, &format!("keep('out', socket.create_connection(('127.0.0.1', {})))", address.port()), "kept");
+    let (mut outside, _) = listener.accept().unwrap();
+    let saved = images.vramctl(&format!("save server {} --keep", images.image("image")));
+    saved.expect(0, "5 processes", &format!("to {address}"));
+    // The running one keeps it.
+    says(&mut program, "kept['out'].send(b'still')", "5");
+    let mut heard = [0; 5];
+    std::io::Read::read_exact(&mut outside, &mut heard).unwrap();
+    assert_eq!(&heard, b"still");
+    all_five_work(&mut program, memory, 1);
+    let mut loaded = images.load("image", "loaded");
+    all_five_work(&mut loaded, memory, 1);
+    says(&mut loaded, "attempt(lambda: kept['out'].recv(1))", &format!("error {}", libc::ENOTCONN));
+    says(&mut loaded, "attempt(lambda: kept['out'].send(b'x'))", &format!("error {}", libc::EPIPE));
+    loaded.end();
+    program.end();
+}
+
+#[test]
+fn a_forked_child_with_its_parents_driver_files_is_refused_by_name() {
+    let Some(images) = Images::on(machine) else { return };
+    let (mut program, memory) = start_five(&images);
+    says(&mut program, "monitor keep('step', fork())", "kept");
+    let refused = images.save("server", "image").expect(7, "", "nvidiactl of the process that it was forked from");
+    assert!(refused.err.contains("spawn") && refused.err.contains("Nothing has changed"), "{refused:?}");
+    all_five_work(&mut program, memory, 1);
+    says(&mut program, "monitor kept['step']()", "1");
+}
+
+/// Two ranks that have each other's memory open.
+#[track_caller]
+fn start_ranks(images: &Images, name: &str) -> (Program, [u64; 4]) {
+    let mut program = images.program(name);
+    let own = ["one", "two"].map(|rank| {
+        says(&mut program, &format!("start('{rank}', os.environ['RANK'])"), "ready");
+        let memory = program.number(&format!("{rank} malloc({})", 8 * MIB));
+        let handle = program.ask(&format!("{rank} get({memory})"));
+        (memory, handle)
+    });
+    let theirs = [("one", &own[1].1), ("two", &own[0].1)].map(|(rank, handle)| program.number(&format!("{rank} open_('{handle}')")));
+    says(&mut program, &format!("one fill({}, 1, {})", own[0].0, 8 * MIB), "0");
+    says(&mut program, &format!("two fill({}, 2, {})", own[1].0, 8 * MIB), "0");
+    (program, [own[0].0, own[1].0, theirs[0], theirs[1]])
+}
+
+/// Each sees its own memory and the other's, and what the other writes there.
+#[track_caller]
+fn both_see(program: &mut Program, [own_one, own_two, of_two, of_one]: [u64; 4], values: [u8; 2], next: [u8; 2]) {
+    for (rank, address, value) in [("one", own_one, 0), ("two", of_one, 0), ("two", own_two, 1), ("one", of_two, 1)] {
+        says(program, &format!("{rank} read({address}, {})", 8 * MIB), &format!("[{}]", values[value]));
+    }
+    says(program, &format!("two fill({of_one}, {}, {})", next[0], 8 * MIB), "0");
+    says(program, &format!("one fill({of_two}, {}, {})", next[1], 8 * MIB), "0");
+}
+
+#[test]
+fn two_ranks_with_each_others_memory_are_one_image() {
+    let Some(images) = Images::on(machine) else { return };
+    let (mut program, addresses) = start_ranks(&images, "job");
+    both_see(&mut program, addresses, [1, 2], [3, 4]);
+    images.vramctl(&format!("save job {} --keep", images.image("kept"))).expect(0, "3 processes", "");
+    both_see(&mut program, addresses, [3, 4], [5, 6]);
+    images.save("job", "image").expect(0, "3 processes", "");
+    program.ended();
+    let [mut one, mut other] = [("image", "copy1"), ("kept", "copy2")].map(|(image, name)| images.load(image, name));
+    both_see(&mut one, addresses, [5, 6], [7, 8]);
+    both_see(&mut other, addresses, [3, 4], [9, 10]);
+    images.vramctl("suspend copy1").expect(0, "suspended", "");
+    both_see(&mut other, addresses, [9, 10], [1, 2]);
+    images.vramctl("resume copy1").expect(0, "resumed", "");
+    both_see(&mut one, addresses, [7, 8], [1, 2]);
+    images.save("copy1", "again").expect(0, "3 processes", "");
+    one.ended();
+    other.end();
+    let mut again = images.load("again", "copy3");
+    both_see(&mut again, addresses, [1, 2], [3, 4]);
+    again.end();
+}
+
+#[test]
+fn ranks_that_were_started_separately_are_refused() {
+    let Some(images) = Images::on(machine) else { return };
+    let mut ranks = [1, 2].map(|_| images.machine.engine_with("job", |command| _ = command.env("VRAMCTL_JOB", "one")));
+    let refused: Ran = images.save("job", "image").expect(7, "", "have been started separately");
+    assert!(refused.err.contains("one `vramctl run`") && refused.err.contains("Ray"), "{refused:?}");
+    ranks.iter_mut().for_each(Program::verify);
+}
