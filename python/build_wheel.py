@@ -56,12 +56,14 @@ class BuildHook(BuildHookInterface):
             raise SystemExit(
                 "Editable installs are not supported: in a checkout, `target/release/vramctl run` finds the package by itself"
             )
-        library, binary = build(Path(self.root))
+        library, binary, simulated = build(Path(self.root))
         self.work = Path(self.directory) / ".vramctl-wheel"
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir(parents=True)
         include = build_data["force_include"]
         include[str(library)] = f"{PACKAGE}/libvramctl.so"
+        # For `vramctl demo`.
+        include[str(simulated)] = f"{PACKAGE}/libsimgpu.so"
         # Only the torch_memory_saver drop-in needs them.
         if (Path(self.root) / "python" / PACKAGE / "dropin" / "torch_memory_saver").is_dir():
             for name, mode in HOOKS.items():
@@ -126,18 +128,29 @@ def stand_in(name: str, mode: str, header: bytes) -> bytes:
     )
 
 
-def build(root: Path) -> tuple[Path, Path]:
-    """Builds the library and the binary and returns their paths."""
+def build(root: Path) -> tuple[Path, Path, Path]:
+    """Builds the library, the binary and the simulated GPU, and returns their paths."""
     if shutil.which("cargo") is None:
         raise SystemExit("cargo not found. Install Rust (https://rustup.rs) to build the library, or install a prebuilt wheel")
     words = shlex.split(os.environ.get("VRAMCTL_WHEEL_CARGO") or "build --release")
-    command = ["cargo", *words, "-p", "vramctl", "-p", "vramctl-cli", "--message-format", "json-render-diagnostics"]
+    command = [
+        "cargo",
+        *words,
+        "-p",
+        "vramctl",
+        "-p",
+        "vramctl-cli",
+        "-p",
+        "simgpu",
+        "--message-format",
+        "json-render-diagnostics",
+    ]
     done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise SystemExit(f"`{shlex.join(command)}` failed")
     files = {}
     # Ask cargo where the files are: the target directory may be anywhere.
     for message in map(json.loads, done.stdout.splitlines()):
-        if message.get("reason") == "compiler-artifact" and message["target"]["name"] == "vramctl":
+        if message.get("reason") == "compiler-artifact" and message["target"]["name"] in ("vramctl", "simgpu"):
             files.update({Path(file).name: Path(file) for file in message["filenames"]})
-    return files["libvramctl.so"], files["vramctl"]
+    return files["libvramctl.so"], files["vramctl"], files["libsimgpu.so"]

@@ -65,21 +65,31 @@ class Deploy(unittest.TestCase):
         self.assertEqual(environment["VRAMCTL_DIR"], f"{root}/run/vramctl/sockets")
         self.assertFalse((root / "opt/vramctl").exists())
 
-    def test_systemd_accepts_the_unit(self) -> None:
-        if shutil.which("systemd-analyze") is None:
-            self.skipTest("not run: there is no systemd-analyze here")
+    def test_the_units_commands_are_such_that_there_are(self) -> None:
         text = (DEPLOY / "vramctl-metrics.service").read_text()
-        self.assertEqual(text.count("/usr/local/bin/vramctl"), 1)
-        unit = self.folder / "vramctl-metrics.service"
-        unit.write_text(text.replace("/usr/local/bin/vramctl", VRAMCTL))
-        done = bare(["systemd-analyze", "verify", "--man=no", str(unit)])
-        complaints = [line for line in done.stderr.splitlines() if "vramctl-metrics" in line]
-        self.assertEqual((done.returncode, complaints), (0, []), done.stderr)
-        # Its command is one that there is.
-        options = re.search(r"^ExecStart=\S+ (.*)", text, re.MULTILINE)
+        options = re.search(r"^ExecStart=vramctl (.*)", text, re.MULTILINE)
         assert options is not None
         done = bare([VRAMCTL, *options[1].split(), "--textfile", "/nowhere"])
         self.assertIn("cannot be used with", done.stderr)
+        # That of one user: found where pip puts it, too.
+        command = re.search(r"^ExecStart=/bin/sh -c '(.*)'", (DEPLOY / "vramctl-metrics@.service").read_text(), re.MULTILINE)
+        assert command is not None
+        place = self.folder / ".local/bin"
+        place.mkdir(parents=True)
+        (place / "vramctl").write_text('#!/bin/sh\necho "$*"')
+        (place / "vramctl").chmod(0o755)
+        done = bare(["sh", "-c", command[1].replace("$$", "$")], HOME=str(self.folder), PORT="1")
+        self.assertEqual(done.stdout, "metrics --listen 127.0.0.1:1\n", done.stderr)
+
+    def test_systemd_accepts_the_units(self) -> None:
+        if shutil.which("systemd-analyze") is None:
+            self.skipTest("not run: there is no systemd-analyze here")
+        for name in ("vramctl-metrics.service", "vramctl-metrics@.service"):
+            unit = self.folder / name
+            unit.write_text((DEPLOY / name).read_text().replace("ExecStart=vramctl ", f"ExecStart={VRAMCTL} "))
+            done = bare(["systemd-analyze", "verify", "--man=no", str(unit)])
+            complaints = [line for line in done.stderr.splitlines() if "vramctl-metrics" in line]
+            self.assertEqual((done.returncode, complaints), (0, []), done.stderr)
 
     def test_the_pods_containers_share_one_directory(self) -> None:
         try:
@@ -99,6 +109,41 @@ class Deploy(unittest.TestCase):
             self.assertEqual(str(Path(variables["VRAMCTL_DIR"]).parent), mount["mountPath"])
             places.add((variables["VRAMCTL_DIR"], mount["name"], container["image"]))
         self.assertEqual(len(places), 1)
+
+    def test_the_exporter_of_a_node_is_one_that_its_monitor_finds(self) -> None:
+        try:
+            import yaml
+        except ImportError:
+            self.skipTest("not run: PyYAML is missing here")
+        exporter, service, monitor = yaml.safe_load_all((DEPLOY / "kubernetes/metrics.yaml").read_text())
+        pod = exporter["spec"]["template"]
+        (container,) = pod["spec"]["containers"]
+        done = bare([VRAMCTL, *container["command"][1:], "--textfile", "/nowhere"])
+        self.assertIn("cannot be used with", done.stderr)
+        labels = pod["metadata"]["labels"]
+        self.assertEqual(exporter["spec"]["selector"]["matchLabels"], labels)
+        self.assertEqual(service["spec"]["selector"], labels)
+        self.assertEqual(monitor["spec"]["selector"]["matchLabels"], service["metadata"]["labels"])
+        self.assertEqual(monitor["spec"]["endpoints"][0]["port"], service["spec"]["ports"][0]["name"])
+        self.assertIn(service["spec"]["ports"][0]["name"], [port["name"] for port in container["ports"]])
+
+    def test_prometheus_accepts_the_alerts_and_their_metrics_exist(self) -> None:
+        rules = DEPLOY / "prometheus/vramctl.rules.yml"
+        known = (ROOT / "docs/monitoring.md").read_text()
+        names = set(re.findall(r"\bvramctl_[a-z_]+", rules.read_text()))
+        self.assertGreater(len(names), 4)
+        self.assertEqual([name for name in names if f"| `{name}` |" not in known], [])
+        promtool = os.environ.get("PROMTOOL") or shutil.which("promtool")
+        if promtool is None:
+            self.skipTest("not run: there is no promtool here")
+        done = bare([promtool, "check", "rules", str(rules)])
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+    def test_sudo_accepts_the_rules(self) -> None:
+        if shutil.which("visudo") is None:
+            self.skipTest("not run: there is no visudo here")
+        done = bare(["visudo", "-c", "-f", str(DEPLOY / "vramctl.sudoers")])
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
     def test_a_slurm_job_gets_the_gpus_of_resident_programs(self) -> None:
         if os.geteuid() != 0:

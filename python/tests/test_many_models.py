@@ -168,6 +168,7 @@ class ManyModels(unittest.TestCase):
             ("two lengths", 400, (b"{}", b"Content-Length: 3\r\n")),
             ("a negative length", 400, (b"", b"Content-Length: -5\r\n")),
             ("the models", 200, (b"", b"", b"GET /v1/models HTTP/1.1")),
+            ("its health", 200, (b"", b"", b"GET /health HTTP/1.1")),
         ):
             with self.subTest(name):
                 status, body = self.raw(*request)
@@ -175,6 +176,17 @@ class ManyModels(unittest.TestCase):
                 self.assertTrue(isinstance(json.loads(body), dict))
         status, rest = self.raw(b'{"model": "one", "max_tokens": 1}', b"Expect: 100-continue\r\n")
         self.assertEqual((status, b" 200 " in rest), (100, True))
+
+    def test_an_engine_that_has_ended_is_started_again_when_it_is_asked(self):
+        """Whether it was active then or suspended."""
+        tokens, _ = self.ask("one")
+        for asked_before in ("one", "another"):
+            self.ask(asked_before)
+            os.kill(next(process.pid for process in vramctl.processes() if process.name == "one"), signal.SIGKILL)
+            support.eventually("it is known to have ended", lambda: b"ended" in self.raw(b"", b"", b"GET /health HTTP/1.1")[1])
+            self.assertEqual(self.ask("one")[0], tokens, f"after {asked_before} was active")
+        states = json.loads(self.raw(b"", b"", b"GET /health HTTP/1.1")[1])["models"]
+        self.assertEqual(states, {"one": "active", "another": "suspended"})
 
     def test_however_often_it_is_told_to_end_its_engines_end_with_it(self):
         engines = [process.pid for process in vramctl.processes()]

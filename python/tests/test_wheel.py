@@ -299,6 +299,17 @@ class Wheel(unittest.TestCase):
         ran = subprocess.run(demo, env=without_gpu, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=540)
         self.assertEqual(ran.returncode, 0, ran.stdout)
         self.assertIn("demo OK", ran.stdout)
+        # Its own demo needs nothing of the checkout.
+        own = subprocess.run(
+            [str(place / "bin/vramctl"), "demo"],
+            env=without_gpu,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=540,
+        )
+        self.assertEqual(own.returncode, 0, own.stdout)
+        self.assertIn("Demo OK", own.stdout)
 
 
 if __name__ == "__main__":

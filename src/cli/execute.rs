@@ -17,6 +17,16 @@ pub trait Execute {
         false
     }
 
+    /// The name of the program that it becomes or starts: the settings of that name hold for it.
+    fn program_name(&self) -> Option<String> {
+        None
+    }
+
+    /// Whether it says itself what is wrong in the files of settings.
+    fn tells_mistakes(&self) -> bool {
+        false
+    }
+
     /// Whether the program that it becomes has this process's limits.
     fn becomes_program(&self) -> bool {
         false

@@ -4,6 +4,7 @@ mod arguments;
 mod ask;
 mod candidates;
 mod commands;
+mod everybody;
 mod execute;
 mod hints;
 mod installation;
@@ -11,16 +12,20 @@ mod interruptible;
 mod ledger;
 mod logs;
 mod preloading;
+mod settings;
 mod syntax;
 mod ui;
 
 use clap::{FromArgMatches, Parser, Subcommand};
 use commands::{
-    completions, coordinate, doctor, events, gpus, image_guard, image_init, images, keeper, load, logs as log, metrics, operate, pause, ps,
-    python_path, ray, relocate, resume, run, save, set_tag, share, status, stop, suspend, swap, top, trace, trim, wait, watch,
+    completions, config, coordinate, demo, doctor, events, gpus, image_guard, image_init, images, keeper, load, logs as log, metrics,
+    operate, pause, ps, python_path, ray, relocate, resume, run, save, set_tag, share, status, stop, suspend, swap, top, trace, trim, wait,
+    watch,
 };
 use execute::Execute;
+use settings::Settings;
 use std::process::ExitCode;
+use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_host::system::raise_descriptor_limit;
 
 /// Take GPU memory away from running, unmodified CUDA programs, by tag, and give it back at the same addresses.
@@ -97,6 +102,13 @@ commands! {
     Share(share::Args),
     /// Set the tag for a process's future allocations
     SetTag(set_tag::Args),
+    /// Show the settings that hold, and where each comes from
+    Config(config::Args),
+    /// Try it without a GPU: a program on a simulated one
+    Demo(demo::Args),
+    /// The program of a demo
+    #[command(hide = true)]
+    DemoProgram(demo::program::Args),
     /// Check this machine, and report what would fail
     Doctor(doctor::Args),
     /// Print the directories that `run` puts on PYTHONPATH
@@ -124,6 +136,8 @@ commands! {
 }
 
 fn main() -> ExitCode {
+    // First, and before there is another thread: whatever reads variables need not know of files.
+    Settings::get().apply(None);
     candidates::answer_shell();
     let matches = syntax::syntax().try_get_matches().unwrap_or_else(|error| syntax::explained(error).exit());
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
@@ -135,11 +149,26 @@ fn main() -> ExitCode {
     if command.drives_checkpoints() {
         see_all_gpus();
     }
-    let exit = command.execute().unwrap_or_else(|failure| {
+    let exit = prepared(command).and_then(|()| command.execute()).unwrap_or_else(|failure| {
         ui::output::fail(&failure, command.wants_json());
         failure.exit()
     });
     exit.into()
+}
+
+/// Applies the settings of a program's name, and tells what is wrong in their files. What can bring a program back is never refused for that.
+fn prepared(command: &dyn Execute) -> Result<(), CommandError> {
+    let settings = Settings::get();
+    settings.apply(command.program_name().as_deref());
+    if let Some(first) = settings.mistakes.first().filter(|_| command.becomes_program()) {
+        return Err(CommandError::new(Exit::Usage, first.to_string()));
+    }
+    if !command.tells_mistakes() {
+        for mistake in &settings.mistakes {
+            ui::output::complain("warning", &format!("{mistake}; this line is left out"));
+        }
+    }
+    Ok(())
 }
 
 /// Makes all GPUs visible: a job may be on a GPU that `CUDA_VISIBLE_DEVICES` hides from this command.

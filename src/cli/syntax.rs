@@ -22,7 +22,7 @@ pub fn syntax() -> clap::Command {
 }
 
 /// Commands, each with words that people try for it.
-const SYNONYMS: [(&str, &str); 14] = [
+const SYNONYMS: [(&str, &str); 16] = [
     ("resume", "unpause unsuspend wake wakeup wake-up awake continue thaw unfreeze restore reload"),
     ("pause", "sleep freeze free release evict offload unload hold"),
     ("suspend", "checkpoint hibernate dump"),
@@ -33,6 +33,8 @@ const SYNONYMS: [(&str, &str); 14] = [
     ("top", "monitor htop nvtop live"),
     ("move", "migrate relocate"),
     ("stop", "kill terminate rm end quit"),
+    ("config", "settings configuration env variables"),
+    ("demo", "try tutorial example"),
     ("doctor", "check diagnose diag test"),
     ("logs", "log output tail"),
     ("events", "event follow history"),

@@ -3,20 +3,19 @@
 //! A program is its user's, and so is what it asks for: if root pauses another user's program, the command runs as that user, who is the owner of
 //! the directory in which the program listens. What a process says of itself proves nothing.
 
+use crate::account::Account;
 use crate::failure::CommandError;
 use crate::parallel;
 use crate::patience::{HOOK_WITHIN, LOOK_AT_HOOK_EVERY};
 use crate::processes::{Found, Process};
 use crate::text::one_line;
 use std::collections::BTreeSet;
-use std::ffi::CStr;
 use std::io::{self, Read};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant};
-use std::{mem, ptr, thread};
 use vramctl_host::system::user;
 use vramctl_model::Error;
 
@@ -45,14 +44,6 @@ impl When {
             Self::AfterResume => "on-resume",
         }
     }
-}
-
-/// The user whom a command runs as, if that is not the caller.
-struct Account {
-    user: u32,
-    group: u32,
-    home: std::ffi::OsString,
-    name: std::ffi::OsString,
 }
 
 impl Hook {
@@ -127,7 +118,7 @@ impl Hook {
         let mut command = Command::new("/bin/sh");
         command.arg("-c").arg(&self.command).current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         if self.owner != user() {
-            let account = account(self.owner).ok_or_else(|| format!("is not run: user {} is not known here", self.owner))?;
+            let account = Account::of(self.owner).ok_or_else(|| format!("is not run: user {} is not known here", self.owner))?;
             command.env_clear().env("PATH", "/usr/local/bin:/usr/bin:/bin").env("HOME", account.home);
             command.env("USER", &account.name).env("LOGNAME", account.name);
             // In this order, and without other groups.
@@ -169,21 +160,6 @@ fn beginning(mut from: impl Read) -> String {
     let _ = from.by_ref().take(SHOWN).read_to_end(&mut text);
     let _ = io::copy(&mut from, &mut io::sink());
     String::from_utf8_lossy(&text).into_owned()
-}
-
-fn account(user: u32) -> Option<Account> {
-    // SAFETY: plain data, for which all zeroes is a value.
-    let mut entry: libc::passwd = unsafe { mem::zeroed() };
-    let mut text = vec![0; 16 << 10];
-    let mut found = ptr::null_mut();
-    // SAFETY: all are writable, `text` for as long as it says.
-    let failed = unsafe { libc::getpwuid_r(user, &raw mut entry, text.as_mut_ptr(), text.len(), &raw mut found) };
-    if failed != 0 || found.is_null() {
-        return None;
-    }
-    // SAFETY: the entry was found, so these are strings in `text`, which lives.
-    let word = |word: *const libc::c_char| std::ffi::OsStr::from_bytes(unsafe { CStr::from_ptr(word) }.to_bytes()).to_owned();
-    Some(Account { user, group: entry.pw_gid, home: word(entry.pw_dir), name: word(entry.pw_name) })
 }
 
 #[cfg(test)]

@@ -3,6 +3,8 @@
 //! The command line uses it, and prints what it returns. This crate prints nothing: whoever runs an operation reports it through an
 //! [`Reporter`].
 
+pub mod account;
+pub mod audit;
 pub mod barrier;
 pub mod checkpoint;
 pub mod communicators;

@@ -104,7 +104,7 @@ impl Machine {
                 command.env_remove(name);
             }
         }
-        command.env("VRAMCTL_DIR", self.sockets()).env("XDG_CONFIG_HOME", self.folder.path().join("config"));
+        command.env("VRAMCTL_DIR", self.sockets()).env("XDG_CONFIG_HOME", self.folder.path().join("config")).env("VRAMCTL_AUDIT", "");
         if self.devices > 0 {
             command
                 .env("LD_LIBRARY_PATH", super::simulated_libraries())

@@ -1,8 +1,10 @@
 //! The command line and the shell scripts, against fake processes: a thread speaks the protocol on the socket of a sleeping
 //! child. Tests that need real memory use the simulated GPU and are elsewhere.
 
+mod audit;
 mod background;
 mod completions;
+mod demo;
 mod directory;
 mod doctor;
 mod documented;
@@ -14,6 +16,7 @@ mod pause;
 mod ray;
 mod run;
 mod scripts;
+mod settings;
 mod status;
 mod targets;
 

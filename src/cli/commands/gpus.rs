@@ -1,6 +1,7 @@
 //! `vramctl gpus`.
 
 use crate::arguments::{GpuArgs, ProcessesOrAll};
+use crate::everybody::EverybodyArgs;
 use crate::execute::Execute;
 use crate::ledger::{self, Usage};
 use crate::ui::output;
@@ -23,6 +24,8 @@ pub struct Args {
     processes: ProcessesOrAll,
     #[command(flatten)]
     gpu: GpuArgs,
+    #[command(flatten)]
+    everybody: EverybodyArgs,
     /// Print JSON: {"processes": […], "gpus": […], "host": …}, and "error" if the GPUs are not known
     #[arg(long)]
     json: bool,
@@ -30,7 +33,7 @@ pub struct Args {
 
 impl Execute for Args {
     fn execute(&self) -> Result<Exit, CommandError> {
-        let Usage { found, chosen, ledgers, host, failure } = Usage::take(&self.processes.target(), &self.gpu.gpu)?;
+        let Usage { found, chosen, ledgers, host, failure } = Usage::take(&self.processes.target(), &self.gpu.gpu, self.everybody.look()?)?;
         if self.json {
             let mut answer = json!({ "processes": chosen, "gpus": ledgers, "host": host });
             if let Some(failure) = &failure {

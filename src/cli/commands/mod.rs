@@ -1,7 +1,9 @@
 //! The commands: each has its options, asks the coordinator or the processes, and prints. None uses another.
 
 pub mod completions;
+pub mod config;
 pub mod coordinate;
+pub mod demo;
 pub mod doctor;
 pub mod events;
 pub mod gpus;

@@ -1,6 +1,7 @@
 //! `vramctl ps`.
 
 use crate::arguments::{GpuArgs, ProcessesOrAll};
+use crate::everybody::{EverybodyArgs, Others};
 use crate::execute::Execute;
 use crate::ui::output;
 use clap::ValueEnum;
@@ -24,7 +25,7 @@ program, only `-o wide` asks, because that takes a while. \
 A job is all processes of one `vramctl run`, or of one --name: \"engine 2/4\" is its second of four processes. They are \
 paused and resumed as one. If a name has several runs, the column says which, and for how long the process has been running. Where programs share \
 GPUs (`vramctl run --share`), a column says who is in place, who gave way to whom, and who waits for what. \
-In a terminal, command lines are cut to the room that is left.
+In a terminal, command lines are cut to the room that is left, and what is too wide for it with `-o wide` is a line for each column.
 
 Examples:
   vramctl ps
@@ -37,6 +38,8 @@ pub struct Args {
     processes: ProcessesOrAll,
     #[command(flatten)]
     gpu: GpuArgs,
+    #[command(flatten)]
+    everybody: EverybodyArgs,
     /// More columns (wide), JSON, or the names alone
     #[arg(long, short, value_name = "FORMAT")]
     output: Option<Format>,
@@ -70,6 +73,9 @@ impl Execute for Args {
     fn execute(&self) -> Result<Exit, CommandError> {
         let target = self.processes.target();
         let mut found = Found::look(&Target::All)?;
+        // Names are for other commands, which act on the user's own.
+        let others = if self.output == Some(Format::Name) { None } else { self.everybody.look()? };
+        found.processes.extend(others.iter().flat_map(|others| others.processes.clone()));
         let jobs = Jobs::of(&found.processes);
         found.keep_on(&self.gpu.gpu)?;
         let starting = if self.gpu.gpu.is_empty() { starting(&target, &found.processes) } else { Vec::new() };
@@ -81,6 +87,11 @@ impl Execute for Args {
         sort(&mut chosen, self.sort, &indices);
         if self.wants_json() {
             let mut answer = json!({ "processes": chosen });
+            if let Some(others) = &others {
+                for (process, told) in chosen.iter().zip(answer["processes"].as_array_mut().into_iter().flatten()) {
+                    told["user"] = json!(others.user_of(process.pid));
+                }
+            }
             if !starting.is_empty() {
                 answer["starting"] = json!(starting);
             }
@@ -102,14 +113,17 @@ impl Execute for Args {
             let sharing = vramctl_keeper::ask().ok().flatten().filter(|view| !view.members.is_empty());
             let sharing_of =
                 |row: &[String]| sharing.as_ref().map(|view| row[0].parse().ok().and_then(|pid| view.standing(pid)).unwrap_or_default());
-            let headers: Vec<_> =
+            let mut headers: Vec<_> =
                 COLUMNS[..shown].iter().copied().chain(sharing.as_ref().map(|_| "SHARING")).chain(COLUMNS.last().copied()).collect();
             let rows = rows.map(|mut row| {
-                let (standing, command) = (sharing_of(&row), row.pop());
-                row.into_iter().take(shown).chain(standing).chain(command).collect()
+                let (user, standing, command) = (others.as_ref().map(|others| user_of(others, &row)), sharing_of(&row), row.pop());
+                let mut row: Vec<_> = row.into_iter().take(shown).chain(standing).chain(command).collect();
+                row.splice(1..1, user);
+                row
             });
-            let rows = rows.collect();
-            output::show(&if is_wide { output::table(&headers, rows) } else { output::table_with_commands(&headers, rows) })?;
+            let rows: Vec<Vec<String>> = rows.collect();
+            headers.splice(1..1, others.is_some().then_some("USER"));
+            output::show(&if is_wide { output::wide_table(&headers, rows) } else { output::table_with_commands(&headers, rows) })?;
         }
         Ok(Exit::Done)
     }
@@ -121,6 +135,10 @@ impl Execute for Args {
     fn drives_checkpoints(&self) -> bool {
         true
     }
+}
+
+fn user_of(others: &Others, row: &[String]) -> String {
+    row[0].parse().map_or_else(|_| String::new(), |pid| others.user_of(pid))
 }
 
 /// Each name once, in order; the id of a process without a name.

@@ -137,15 +137,18 @@ impl Execute for Args {
     fn becomes_program(&self) -> bool {
         true
     }
+
+    fn program_name(&self) -> Option<String> {
+        let words: Vec<_> = self.command.iter().map(|word| word.to_string_lossy()).collect();
+        let named = self.name.clone().or_else(|| env::var("VRAMCTL_NAME").ok().filter(|name| !name.is_empty()));
+        named.or_else(|| program_of_words(&words.iter().map(AsRef::as_ref).collect::<Vec<_>>()))
+    }
 }
 
 impl Args {
     /// The program's name is also that of its log.
     fn start_in_background(&self, mut command: Command, run: &OsStr, is_one_of_several: bool) -> Result<Exit, CommandError> {
-        let words: Vec<_> = self.command.iter().map(|word| word.to_string_lossy()).collect();
-        let named = self.name.clone().or_else(|| env::var("VRAMCTL_NAME").ok().filter(|name| !name.is_empty()));
-        let name = named.or_else(|| program_of_words(&words.iter().map(AsRef::as_ref).collect::<Vec<_>>()));
-        let name = name.ok_or_else(|| CommandError::new(Exit::Usage, "a program in the background needs a name: --name"))?;
+        let name = self.program_name().ok_or_else(|| CommandError::new(Exit::Usage, "a program in the background needs a name: --name"))?;
         if is_one_of_several {
             return Err(CommandError::new(
                 Exit::Usage,

@@ -6,6 +6,7 @@ use crate::ui::{Ui, output};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::address::hidden;
+use vramctl_coordinator::audit::Deed;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::HowToPause;
@@ -49,7 +50,18 @@ impl Execute for Args {
             self.resume(&chosen)?;
         }
         let all: Vec<_> = chosen.iter().map(|process| (process.pid, process.to_string())).chain(beginning).collect();
-        let killed = end(&all, self.timeout)?;
+        let begun = Instant::now();
+        let ended = end(&all, self.timeout);
+        Deed {
+            what: "stop",
+            job: all.first().map_or("", |(_, name)| name),
+            pids: &all.iter().map(|(pid, _)| *pid).collect::<Vec<_>>(),
+            owner: None,
+            result: ended.as_ref().map(|_| 0).map_err(ToString::to_string),
+            ms: begun.elapsed().as_secs_f64() * 1e3,
+        }
+        .tell();
+        let killed = ended?;
         if !self.quiet {
             for (pid, name) in &all {
                 output::say(&format!("{} {name}", if killed.contains(pid) { "killed" } else { "stopped" }))?;

@@ -29,6 +29,9 @@ pub struct Ledger {
     pub used_bytes: u64,
     /// Memory that the driver reserves in addition. `None` if it counts as used.
     pub reserved_bytes: Option<u64>,
+    /// Percent of time.
+    #[serde(skip)]
+    pub utilization: Option<u32>,
     pub shares: Vec<Share>,
 }
 
@@ -39,8 +42,18 @@ pub fn take(processes: &[Process], gpus: &[String]) -> Result<Vec<Ledger>, NoCar
         .filter(|card: &Card| gpus.is_empty() || gpus.contains(&card.uuid))
         .map(|card: Card| {
             let shares = account(&card, &holders_of(&card.uuid), processes);
-            let Card { index, uuid, name, free, used, reserved, total, .. } = card;
-            Ledger { index, uuid, name, total_bytes: total, free_bytes: free, used_bytes: used, reserved_bytes: reserved, shares }
+            let Card { index, uuid, name, free, used, reserved, total, utilization, .. } = card;
+            Ledger {
+                index,
+                uuid,
+                name,
+                total_bytes: total,
+                free_bytes: free,
+                used_bytes: used,
+                reserved_bytes: reserved,
+                utilization,
+                shares,
+            }
         })
         .collect())
 }
@@ -123,13 +136,15 @@ fn known_by_library(status: &ProcessStatus, uuid: &str) -> Vec<Share> {
 
 /// For people.
 pub fn describe(ledger: &Ledger) -> String {
-    let Ledger { index, uuid, name, total_bytes, free_bytes, used_bytes, reserved_bytes, shares } = ledger;
+    let Ledger { index, uuid, name, total_bytes, free_bytes, used_bytes, reserved_bytes, shares, .. } = ledger;
     let mut text = format!("GPU {index}, {name}, {uuid}: {} in use", Bytes(*used_bytes));
     if let Some(reserved) = reserved_bytes.filter(|bytes| *bytes > 0) {
         let _ = write!(text, ", {} reserved by the driver", Bytes(reserved));
     }
-    let _ = writeln!(text, ", {} free, of {}", Bytes(*free_bytes), Bytes(*total_bytes));
-    text + &output::table(&["PID", "PROCESS", "MEMORY", "BYTES"], shares.iter().flat_map(rows))
+    let _ = write!(text, ", {} free, of {}", Bytes(*free_bytes), Bytes(*total_bytes));
+    output::hanging("", &text, output::width())
+        + "\n"
+        + &output::table(&["PID", "PROCESS", "MEMORY", "BYTES"], shares.iter().flat_map(rows))
 }
 
 #[cfg(test)]

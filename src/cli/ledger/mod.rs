@@ -4,6 +4,7 @@ mod gpu;
 mod host;
 mod share;
 
+use crate::everybody::Others;
 pub use gpu::{Ledger, account, describe, take};
 pub use host::{Host, describe_host, host, resident};
 pub use share::{Share, What};
@@ -23,10 +24,12 @@ pub struct Usage {
 
 impl Usage {
     /// Those of the GPUs on which the target has memory, or of all.
-    pub fn take(target: &Target, gpus: &[String]) -> Result<Self, CommandError> {
+    /// `others`: of other users.
+    pub fn take(target: &Target, gpus: &[String], others: Option<Others>) -> Result<Self, CommandError> {
         // All processes: one that is left out would look like a process without the library.
         let mut found = Found::look(&Target::All)?;
         found.ask_allocators();
+        found.processes.extend(others.into_iter().flat_map(|others| others.processes));
         let mut gpus = found.uuids(gpus)?;
         // Even if nothing is managed, other programs may have memory.
         let chosen = if *target == Target::All { found.processes.clone() } else { found.choose(target)? };

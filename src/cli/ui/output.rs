@@ -111,6 +111,23 @@ pub fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> St
     arranged(header, rows, width(), colours::wanted(&stdout()))
 }
 
+/// The same; where the terminal is too narrow for a row in a line, each row is a block, with a line for each column that has something in it.
+pub fn wide_table(header: &[&str], rows: Vec<Vec<String>>) -> String {
+    arranged_or_blocks(header, rows, width(), colours::wanted(&stdout()))
+}
+
+fn arranged_or_blocks(header: &[&str], rows: Vec<Vec<String>>, width: Option<u16>, in_colour: bool) -> String {
+    let whole = arranged(header, rows.clone(), None, false);
+    let widest = whole.lines().map(|line| line.chars().count()).max().unwrap_or(0);
+    if width.is_none_or(|width| widest <= usize::from(width)) {
+        return arranged(header, rows, None, in_colour);
+    }
+    let head = header.iter().map(|title| title.chars().count()).max().unwrap_or(0) + 2;
+    let line = |(title, cell): (&&str, &String)| (!cell.is_empty()).then(|| hanging(&format!("{title:head$}"), &one_line(cell), width));
+    let block = |row: Vec<String>| header.iter().zip(&row).filter_map(line).collect::<Vec<_>>().join("\n");
+    rows.into_iter().map(block).collect::<Vec<_>>().join("\n\n")
+}
+
 /// The same, of which the last column is of command lines: as much of them as there is room for, and none if that is little.
 pub fn table_with_commands(header: &[&str], rows: Vec<Vec<String>>) -> String {
     with_commands(header, rows, width(), colours::wanted(&stdout()))
@@ -225,6 +242,16 @@ mod tests {
             }
             assert!(width < 60 || widest(&text) <= width.into(), "{width}:\n{text}");
         }
+    }
+
+    #[test]
+    fn a_row_that_is_too_wide_is_a_block() {
+        let rows = || vec![vec!["4711".to_owned(), String::new(), "a b c d e f g h i j k l m n o p q".into()]; 2];
+        let at = |width| arranged_or_blocks(&["PID", "NAME", "TAGS"], rows(), width, false);
+        assert_eq!(at(None).lines().count(), 3);
+        assert_eq!(at(Some(100)), at(None));
+        let block = "PID   4711\nTAGS  a b c d e f g h i j k l m n o\n      p q";
+        assert_eq!(at(Some(36)), format!("{block}\n\n{block}"));
     }
 
     #[test]

@@ -18,6 +18,7 @@
 mod attempt;
 
 use crate::Reporter;
+use crate::audit::Deed;
 use crate::deadline::Deadline;
 use crate::engine::Engines;
 use crate::failure::CommandError;
@@ -165,6 +166,29 @@ pub struct JobReport {
 }
 
 impl JobReport {
+    /// Tells the system's log what was done to whom.
+    fn tell(&self, found: &Found, request: &JobRequest, ranks: &[Rank]) {
+        let Some(first) = ranks.first() else { return };
+        let process = found.processes.iter().find(|process| process.pid == first.pid);
+        let what = match request {
+            JobRequest::Swap(..) => "swap",
+            JobRequest::Pause(pause) if pause.leaves => "suspend",
+            JobRequest::Pause(_) | JobRequest::Resume(_) => request.verb().name(),
+        };
+        let failure = self.results.iter().find_map(|result| result.as_ref().err());
+        let bytes = || self.results.iter().flatten().map(|report| report.bytes).sum();
+        let pids: Vec<_> = ranks.iter().map(|rank| rank.pid).collect();
+        Deed {
+            what,
+            job: &process.map_or_else(String::new, |process| process.job().or(process.name()).unwrap_or_default().to_owned()),
+            pids: &pids,
+            owner: found.directory(first.pid).ok().map(|directory| directory.owner()),
+            result: failure.map_or_else(|| Ok(bytes()), |error| Err(error.to_string())),
+            ms: self.ms,
+        }
+        .tell();
+    }
+
     /// Takes the part of the ranks from this one on out of it.
     pub fn share(&mut self, from: usize) -> Self {
         let results = self.results.split_off(from.min(self.results.len()));
@@ -176,11 +200,11 @@ impl Job<'_> {
     /// Pauses or resumes all of them, or none.
     pub fn run(self, reporter: &dyn Reporter) -> JobReport {
         let begun = Instant::now();
-        // Who takes turns by itself is not told.
+        // Who takes turns by itself is not told, nor is the system's log.
         if self.request.is_of_scheduler() {
             return self.run_told(reporter);
         }
-        let (found, ranks) = (self.found, self.ranks.clone());
+        let (found, ranks, request) = (self.found, self.ranks.clone(), self.request.clone());
         let of_role = |role| ranks.iter().filter(move |rank| rank.role == role).map(|rank| rank.pid);
         let report = match Hook::run_all(&Hook::before(found, of_role(Role::Leaves))) {
             Err(CommandError::Refused(refusal)) => self.refused(&refusal, begun),
@@ -196,6 +220,7 @@ impl Job<'_> {
         if let Err(failure) = Hook::run_all(&due) {
             reporter.warn(&failure.to_string());
         }
+        report.tell(found, &request, &ranks);
         report
     }
 

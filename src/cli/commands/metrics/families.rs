@@ -1,11 +1,12 @@
 //! The metrics, and their values on a page.
 
+use crate::everybody::Others;
 use crate::ledger::{self, Ledger, Share, What};
 use prometheus::core::Collector;
 use prometheus::{CounterVec, GaugeVec, Opts, Registry, TextEncoder};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_coordinator::processes::Process;
 use vramctl_keeper::{View, Waits};
@@ -48,6 +49,7 @@ metrics! {
     GPU_USED = "vramctl_gpu_used_bytes", ["gpu"], "Memory in use on a GPU, whoever uses it, according to NVML.";
     GPU_FREE = "vramctl_gpu_free_bytes", ["gpu"], "Free memory of a GPU.";
     GPU_RESERVED = "vramctl_gpu_reserved_bytes", ["gpu"], "Memory of a GPU that the driver reserves. Absent if it counts as used.";
+    GPU_UTILIZATION = "vramctl_gpu_utilization_ratio", ["gpu"], "The share of time in which a GPU was at work, according to NVML. Absent where it does not report that (MIG).";
     LEDGER = "vramctl_ledger_bytes", ["gpu", "name", "pid", "kind", "owner"],
         "Memory in use on a GPU, by who uses it; the sum is vramctl_gpu_used_bytes. Kinds: tag, unmanaged (by library), guard, page_tables, \
          driver, process (one without the library), out_of_sight, unexplained. Negative if the library counts more than NVML.";
@@ -57,6 +59,8 @@ metrics! {
 
     UP = "vramctl_process_up", ["name", "pid"], "Whether a process answers. One that is stopped does not.";
     PROCESS = "vramctl_process_info", ["name", "pid", "engine", "version"], "A process: the inference engine in it, and the version of its library. Always 1.";
+    USER = "vramctl_process_user_info", ["name", "pid", "user"], "Whose process it is. Always 1. Absent unless those of all users are shown.";
+    IDLE = "vramctl_process_idle_seconds", ["name", "pid"], "For how long, at least, a process has started no GPU work, counted from the first page on. Absent while it is held.";
     HELD = "vramctl_process_held", ["name", "pid"], "Whether a process is held until everything of it is resumed.";
     WAITING = "vramctl_process_waiting_threads", ["name", "pid"], "Threads of a held process that wait to start GPU work.";
     SUSPENDED = "vramctl_process_suspended", ["name", "pid"], "Whether a process is suspended, or is being suspended or restored.";
@@ -86,10 +90,12 @@ metrics! {
     STAGE_SECONDS = "vramctl_operation_stage_seconds_total", ["name", "pid", "operation", "stage"],
         "The same by stage. Stages: wait, save, unmap, release, guard, map, restore; map and restore overlap.";
 
-    SHARE_AWAY = "vramctl_share_away_bytes", ["name", "pid"], "Memory that the scheduler has taken from a program that shares its GPUs. Of the programs of `vramctl run --share` alone.";
+    SHARE_AWAY = "vramctl_share_away_bytes", ["name", "pid"],
+        "Memory that the scheduler has taken from a program that shares its GPUs. Of the programs of `vramctl run --share` alone.";
     SHARE_WAITS = "vramctl_share_waiting_seconds", ["name", "pid"], "How long the program's oldest waiting call or request has waited. 0: none waits.";
     SHARE_CHANGES = "vramctl_share_changes_total", ["outcome"], "Changes of places since this scheduler took over. Outcomes: changed, refused, failed.";
-    SHARE_GAVE_WAY = "vramctl_share_gave_way_total", ["reason"], "Programs that gave way, by why. Reasons: idle, lower (priority), turn (was over), waits (itself), away (in part).";
+    SHARE_GAVE_WAY = "vramctl_share_gave_way_total", ["reason"],
+        "Programs that gave way, by why. Reasons: idle, lower (priority), turn (was over), waits (itself), away (in part).";
     SHARE_TURNS = "vramctl_share_turns_total", [], "Changes that brought a program's memory back: its turn began.";
     SHARE_BYTES = "vramctl_share_bytes_total", [], "GPU memory that left in changes of places.";
     SHARE_WAIT = "vramctl_share_wait_seconds", [], "How long calls and requests of a program waited, until none of it waits: a histogram.";
@@ -101,7 +107,8 @@ const MOST_OWNERS: usize = 32;
 const REST: &str = "(rest)";
 
 /// The page about these GPUs and processes, including the figures of the kernel.
-pub fn page(ledgers: &[Ledger], processes: &[Process], sharing: Option<&View>, begun: Instant) -> String {
+/// `users`: whose they are, if that is to be told.
+pub fn page(ledgers: &[Ledger], processes: &[Process], users: Option<&Others>, sharing: Option<&View>, begun: Instant) -> String {
     let host = ledger::host(processes, processes);
     let mut page = Exposition::default();
     page.put(&BUILD, &[env!("CARGO_PKG_VERSION")], 1);
@@ -117,6 +124,9 @@ pub fn page(ledgers: &[Ledger], processes: &[Process], sharing: Option<&View>, b
     }
     for process in processes {
         page.process(process);
+        if let Some(users) = users {
+            page.put(&USER, &[process.name().unwrap_or_default(), &process.pid.to_string(), &users.user_of(process.pid)], 1);
+        }
     }
     if let Some(view) = sharing {
         page.sharing(view);
@@ -188,6 +198,9 @@ impl Exposition {
         self.put(&GPU_TOTAL, &[gpu], ledger.total_bytes);
         self.put(&GPU_USED, &[gpu], ledger.used_bytes);
         self.put(&GPU_FREE, &[gpu], ledger.free_bytes);
+        if let Some(percent) = ledger.utilization {
+            self.put_seconds(&GPU_UTILIZATION, &[gpu], f64::from(percent) / 100.0);
+        }
         if let Some(bytes) = ledger.reserved_bytes {
             self.put(&GPU_RESERVED, &[gpu], bytes);
         }
@@ -209,6 +222,9 @@ impl Exposition {
         let Ok(ProcessStatus { process: hello, memory }) = &process.status else { return };
         self.put(&PROCESS, &[of[0], of[1], hello.engine.as_deref().unwrap_or_default(), &hello.library], 1);
         self.put(&HELD, &of, memory.held.into());
+        if let Some(idle) = memory.idle_ms {
+            self.put_seconds(&IDLE, &of, Duration::from_millis(idle).as_secs_f64());
+        }
         self.put(&WAITING, &of, memory.waiting_threads as u64);
         self.put(&SUSPENDED, &of, memory.suspended.is_some().into());
         self.memory(of, memory);
@@ -405,7 +421,17 @@ mod tests {
         let used_bytes = shares.iter().map(|share| share.bytes).sum::<i64>() as u64;
         let (uuid, name) = ("GPU-0".into(), "H200".into());
         let mut page = Exposition::default();
-        page.gpu(&Ledger { index: 0, uuid, name, total_bytes: 9999, free_bytes: 1, used_bytes, reserved_bytes: None, shares });
+        page.gpu(&Ledger {
+            index: 0,
+            uuid,
+            name,
+            total_bytes: 9999,
+            free_bytes: 1,
+            used_bytes,
+            reserved_bytes: None,
+            utilization: Some(7),
+            shares,
+        });
         let page = page.text();
         assert_eq!(sum(&page, LEDGER.name), (used_bytes as f64, MOST_OWNERS + 1 + 2));
         assert!(!page.contains(GPU_RESERVED.name));

@@ -3,6 +3,7 @@
 mod families;
 mod serve;
 
+use crate::everybody::EverybodyArgs;
 use crate::execute::Execute;
 use crate::ledger;
 use crate::ui::output;
@@ -37,6 +38,8 @@ pub struct Args {
     /// Write the metrics to this file, replacing it in one step
     #[arg(long, value_name = "PATH", conflicts_with = "listen")]
     textfile: Option<PathBuf>,
+    #[command(flatten)]
+    everybody: EverybodyArgs,
 }
 
 impl Execute for Args {
@@ -44,27 +47,31 @@ impl Execute for Args {
         match (self.listen, &self.textfile) {
             (Some(address), _) => {
                 keep_nvml([]);
-                serve::serve(address, &|| page().map_err(|failure| failure.to_string()))
+                serve::serve(address, &|| self.page().map_err(|failure| failure.to_string()))
             }
-            (None, Some(path)) => replace(path, &page()?)
+            (None, Some(path)) => replace(path, &self.page()?)
                 .map(|()| Exit::Done)
                 .map_err(|error| CommandError::new(Exit::Failed, format!("cannot write {}: {error}", path.display()))),
-            (None, None) => output::print(&page()?).map(|()| Exit::Done),
+            (None, None) => output::print(&self.page()?).map(|()| Exit::Done),
         }
     }
 }
 
-fn page() -> Result<String, CommandError> {
-    let begun = Instant::now();
-    let processes = Found::look(&Target::All)?.processes;
-    let ledgers = ledger::take(&processes, &[]).unwrap_or_else(|none| {
-        static WARNED: Once = Once::new();
-        WARNED.call_once(|| output::complain("warning", &format!("the metrics of the GPUs are missing: {none}")));
-        Vec::new()
-    });
-    // A scheduler that does not answer is no reason to have no page.
-    let sharing = vramctl_keeper::ask().ok().flatten();
-    Ok(families::page(&ledgers, &processes, sharing.as_ref(), begun))
+impl Args {
+    fn page(&self) -> Result<String, CommandError> {
+        let begun = Instant::now();
+        let others = self.everybody.look()?;
+        let mut processes = Found::look(&Target::All)?.processes;
+        processes.extend(others.iter().flat_map(|others| others.processes.clone()));
+        let ledgers = ledger::take(&processes, &[]).unwrap_or_else(|none| {
+            static WARNED: Once = Once::new();
+            WARNED.call_once(|| output::complain("warning", &format!("the metrics of the GPUs are missing: {none}")));
+            Vec::new()
+        });
+        // A scheduler that does not answer is no reason to have no page.
+        let sharing = vramctl_keeper::ask().ok().flatten();
+        Ok(families::page(&ledgers, &processes, others.as_ref(), sharing.as_ref(), begun))
+    }
 }
 
 /// Replaces a file atomically. The collector may be another user who can write to the folder, so a file that already exists under the

@@ -184,7 +184,7 @@ fn transition(plan: Plan, consent: &Consent, lines: &Arc<Lines>) -> Answer {
 }
 
 fn gpus() -> Result<Answer, CommandError> {
-    let Usage { ledgers, failure, .. } = Usage::take(&Target::All, &[])?;
+    let Usage { ledgers, failure, .. } = Usage::take(&Target::All, &[], None)?;
     failure.map_or(Ok(Answer::Found(json!({ "gpus": ledgers }))), Err)
 }
 
