@@ -48,10 +48,6 @@ class IpcHandle(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_byte * 64)]
 
 
-class UniqueId(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_byte * 128)]
-
-
 class Cuda:
     """The runtime's functions, as a linked program would call them: a preloaded library answers first."""
 
@@ -131,29 +127,6 @@ class Saver:
         return took
 
 
-class Communicator:
-    """NCCL's, of one rank."""
-
-    def __init__(self, path):
-        self.nccl = ctypes.CDLL(path)
-        self.nccl.ncclCommInitRank.argtypes = [ctypes.POINTER(P), INT, UniqueId, INT]
-        self.nccl.ncclCommDestroy.argtypes = [P]
-        self.made = P()
-
-    def __call__(self, name, *arguments):
-        code = getattr(self.nccl, name)(*arguments)
-        if code != 0:
-            raise RuntimeError(f"{name} failed with {code}")
-
-    def make(self):
-        unique = UniqueId()
-        self("ncclGetUniqueId", ctypes.byref(unique))
-        self("ncclCommInitRank", ctypes.byref(self.made), 1, unique, 0)
-
-    def destroy(self):
-        self("ncclCommDestroy", self.made)
-
-
 class Program:
     def __init__(self, options):
         self.cuda = Cuda()
@@ -166,7 +139,6 @@ class Program:
         self.buckets, self.opened, self.plan = [], [], []
         self.bucket_bytes, self.managed_buckets = options.bucket_mib * MIB, options.managed_buckets
         self.graph = None
-        self.communicator = Communicator(options.nccl) if options.nccl else None
 
     # ---- memory and its contents ----
 
@@ -216,15 +188,6 @@ class Program:
         free, total = N(), N()
         self.cuda("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
         return total.value - free.value
-
-    def groups(self, whether):
-        """Makes or destroys the communicator, as slime does around a pause."""
-        begun = time.perf_counter()
-        if self.communicator and whether == "make":
-            self.communicator.make()
-        elif self.communicator:
-            self.communicator.destroy()
-        return time.perf_counter() - begun
 
     # ---- weights, in buckets, from the trainer's host memory to the engine's GPU memory ----
 
@@ -320,7 +283,6 @@ class Program:
             "check": lambda tag, version: self.check(tag, version),
             "pause": lambda tag="": self.saver.timed("tms_pause", tag),
             "resume": lambda tag="": self.saver.timed("tms_resume", tag),
-            "groups": self.groups,
             "offer": self.offer,
             "load": lambda number: self.load(int(number)),
             "withdraw": self.withdraw,
@@ -359,19 +321,7 @@ def link(options):
             cuda("cudaDeviceSynchronize")
             if number:
                 took[way].append(time.perf_counter() - begun)
-    print("ok", json.dumps({"bytes": size, **took, "nccl": why_no_groups(options.nccl)}), flush=True)
-
-
-def why_no_groups(path):
-    """What NCCL has against a communicator here, if anything."""
-    try:
-        if path:
-            communicator = Communicator(path)
-            communicator.make()
-            communicator.destroy()
-    except (OSError, RuntimeError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    print("ok", json.dumps({"bytes": size, **took}), flush=True)
 
 
 def main():
@@ -383,7 +333,6 @@ def main():
     parser.add_argument("--managed-buckets", action="store_true")
     parser.add_argument("--retain", action="store_true")
     parser.add_argument("--backend", default="")
-    parser.add_argument("--nccl", default="")
     options = parser.parse_args()
     # Keep what libraries print from mixing with the answers.
     answers = os.fdopen(os.dup(1), "w")

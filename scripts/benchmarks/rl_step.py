@@ -3,11 +3,11 @@
 Measures what slime and vime do in each step on one GPU, without the framework: a trainer process
 and an engine process take turns,
 
-  trainer out        its process groups are destroyed, its memory is paused, contents kept
+  trainer out        its memory is paused, contents kept
   engine in          its weights get memory; the trainer sends them from host memory, by CUDA
                      IPC, in buckets; then its KV cache gets memory
   engine out         paused, contents discarded
-  trainer in         resumed; its process groups are made again
+  trainer in         resumed
 
 with torch_memory_saver 0.0.10 and with vramctl's library in its place, in turns: the same program,
 through the same C functions. After each resume, all contents are compared bit for bit; in between,
@@ -51,14 +51,12 @@ MODES = {
 }
 #: The transitions of a step, in their order: name, the bytes that are copied, the direction of the link.
 ROWS = [
-    ("groups_out", "process groups destroyed", None, None),
     ("trainer_out", "trainer out", "trainer", "out"),
     ("engine_in", "engine's weights in, empty", None, None),
     ("weights", "weights sent, in buckets", "weights", "in"),
     ("cache_in", "engine's KV cache in, empty", None, None),
     ("engine_out", "engine out, discarded", None, None),
     ("trainer_in", "trainer in", "trainer", "in"),
-    ("groups_in", "process groups made", None, None),
 ]
 #: What is left of the step of vllm-project/vime#442 without sleep and wake: 18.853 - 15.000 s.
 OTHER_WORK = 3.853
@@ -95,7 +93,6 @@ class Pair:
         self.ask(self.engine, "pause")
         for tag in ("weights", "state"):
             self.ask(self.trainer, "alloc", tag, sizes[tag])
-        self.ask(self.trainer, "groups", "make")
 
     def ask(self, child, *words):
         return json.loads(child.ask(" ".join(map(str, words)), 180))
@@ -126,7 +123,6 @@ class Pair:
         """One step. Returns the seconds of its transitions; all contents are compared bit for bit."""
         took = {}
         self.change()
-        took["groups_out"] = self.ask(self.trainer, "groups", "destroy")
         took["trainer_out"] = self.ask(self.trainer, "pause")
         self.left_in_use = self.ask(self.engine, "memory")
         took["engine_in"] = self.ask(self.engine, "resume", "weights")
@@ -137,7 +133,6 @@ class Pair:
         during_rollout()
         took["engine_out"] = self.ask(self.engine, "pause")
         took["trainer_in"] = self.ask(self.trainer, "resume")
-        took["groups_in"] = self.ask(self.trainer, "groups", "make")
         self.check()
         return took
 
@@ -264,22 +259,18 @@ class Bench(run.Bench):
     def program_options(self, mode):
         piece = ["--piece-mib", self.options.piece_mib, "--bucket-mib", self.options.bucket_mib]
         managed = ["--managed-buckets"] if self.options.buckets == "managed" else []
-        return [*piece, *managed, *MODES[mode][1], *(["--nccl", self.options.nccl] if self.options.nccl else [])]
+        return [*piece, *managed, *MODES[mode][1]]
 
     def measure_link(self):
         piece = min(1024, self.options.trainer // MIB)
         touched = self.options.trainer // MIB if not self.data["simulated"] else 0
-        words = ["link", "--piece-mib", piece, "--touch-mib", touched, *(["--nccl", self.options.nccl] if self.options.nccl else [])]
-        child = self.start(*self.program("link"), *words, env=self.env, name="link")
+        child = self.start(*self.program("link"), "link", "--piece-mib", piece, "--touch-mib", touched, env=self.env, name="link")
         word, _, found = child.hear(120).partition(" ")
         child.kill()
         if word != "ok":
             raise Failed(f"link: {found}")
         found = json.loads(found)
         self.data["link"] = {way: found["bytes"] / median(found[way]) for way in ("out", "in")}
-        if self.options.nccl and found["nccl"]:
-            self.note(f"Without process groups: {found['nccl']}.")
-            self.options.nccl = ""
 
     def planned(self, mode):
         """Seconds that a turn of this mode takes: as the last one did, else as these bytes need at a cautious rate."""
@@ -302,8 +293,7 @@ class Bench(run.Bench):
         pair = Pair(self, mode, self.program, self.environment(mode), self.program_options(mode))
         pair.begin(self.sizes)
         for number in range(1 + self.rounds(mode)):
-            # No process groups, no rows for them.
-            took = {row: value for row, value in pair.round().items() if self.options.nccl or not row.startswith("groups")}
+            took = pair.round()
             kinds = [kind for kind, belongs in (("first", number == 0), ("samples", number or not self.rounds(mode))) if belongs]
             for kind in kinds:
                 for row, value in took.items():
@@ -354,7 +344,6 @@ class Bench(run.Bench):
             f"KV cache {gib(options.kv)}; buckets of {options.bucket_mib} MiB",
             f"GPU memory: up to {gib(max(options.trainer, options.weights + options.kv))} and two contexts; "
             f"host memory: about {gib(needed)} ({gib(host_memory('MemAvailable'))} is available)",
-            f"process groups: {options.nccl or 'none (no --nccl)'}",
         ]
         for number in range(options.turns):
             lines += [
@@ -425,19 +414,16 @@ def options(add):
     other = f"the rest of a step, for the share of the transitions ({OTHER_WORK}, that of vllm-project/vime#442)"
     add("--other-work", type=float, default=OTHER_WORK, metavar="S", help=other)
     add("--tms-dir", metavar="DIR", help="where torch_memory_saver's wheel is unpacked or installed")
-    nccl = "libnccl.so.2, for the process groups; the one that --python finds otherwise; none: leaves them out"
-    add("--nccl", metavar="FILE", help=nccl)
     add("--python", default="python3", metavar="FILE", help="the Python of the trainer and the engine (python3)")
     add("--dry-run", action="store_true", help="print the plan")
 
 
-#: What `--python` finds: torch_memory_saver's folder, NCCL, and the interpreter itself, because a version manager's wrapper would run other programs
-#: under the preloaded libraries.
+#: What `--python` finds: torch_memory_saver's folder, and the interpreter itself, because a version manager's wrapper would run other programs under
+#: the preloaded libraries.
 LOOK = """
-import glob, importlib.util, json, os, sys
+import importlib.util, json, os, sys
 saver = importlib.util.find_spec("torch_memory_saver")
-nccl = next((f for p in sys.path for f in sorted(glob.glob(p + "/nvidia/nccl/lib/libnccl.so.2"))), "")
-print(json.dumps([os.path.dirname(os.path.dirname(saver.origin)) if saver else "", nccl, os.path.realpath(sys.executable)]))
+print(json.dumps([os.path.dirname(os.path.dirname(saver.origin)) if saver else "", os.path.realpath(sys.executable)]))
 """
 
 
@@ -455,11 +441,8 @@ def complete(options):
     if options.weights >= options.trainer:
         raise SystemExit("bench: the trainer has the weights and more: --trainer-gib must be above --engine-weights-gib")
     done = subprocess.run([options.python, "-c", LOOK], stdout=subprocess.PIPE, text=True, check=True)
-    tms, nccl, options.python = json.loads(done.stdout)
+    tms, options.python = json.loads(done.stdout)
     options.tms_dir = os.path.abspath(options.tms_dir) if options.tms_dir else tms
-    if options.nccl is None:
-        options.nccl = "" if options.simulated else nccl
-    options.nccl = "" if options.nccl == "none" else options.nccl
     usual = "tms,vramctl,tms-retained" if options.tms_dir or options.dry_run else "vramctl,vramctl-retained"
     options.modes = (options.modes or ("vramctl" if options.cycles else usual)).split(",")
     if unknown := [mode for mode in options.modes if mode not in MODES]:

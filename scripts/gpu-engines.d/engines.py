@@ -68,10 +68,6 @@ class Engines(Check):
     def settings(self, part):
         """The environment variables that define a part."""
         settings = {}
-        if part in ("cycles", "retained") and self.options.prewarm != "0":
-            settings["VRAMCTL_PREWARM"] = self.options.prewarm
-        if part == "retained":
-            settings["VRAMCTL_RETAIN"] = "weights"
         if part == "many":
             # Weights do not change; a KV cache is dropped when its engine leaves.
             settings.update(VRAMCTL_RETAIN="weights", VRAMCTL_BACKUP="kv_cache=discard")
@@ -89,12 +85,9 @@ class Engines(Check):
         settings = {**mine, **self.settings(part), **mine}
         words = [
             *(f"{name}={value}" for name, value in settings.items()),
-            *([] if part in ("baseline", "alternatives", "long-alone") else ["vramctl", "run", "--"]),
+            *([] if part in ("alternatives", "long-alone") else ["vramctl", "run", "--"]),
         ]
         return f"{shlex.join(words)} …" if words else "plain"
-
-    def script(self):
-        return [sys.executable, str(pathlib.Path(self.options.scripts) / f"{self.options.engine}_cycle.py")]
 
     def program(self, part=""):
         options = self.options
@@ -136,16 +129,10 @@ class Engines(Check):
             settings = [f"{name}={value}" for name, value in self.settings(part).items()]
             return [*(["env", *settings] if settings else []), *self.under_library(command, **how)]
 
-        def cycles(part):
-            return [started(part, self.script(), managed=part != "baseline")]
-
         def held(part):
             return [[*self.other(), "--serve"], [vramctl, *self.held_pause(part)], [vramctl, "resume", "--name", NAME, "--json"]]
 
         plans = {
-            "cycles": cycles("cycles"),
-            "baseline": cycles("baseline"),
-            "retained": cycles("retained"),
             "outside": outside,
             "suspend": [
                 started("suspend", self.program()),
@@ -179,7 +166,7 @@ class Engines(Check):
         names = ("PYTHONPATH", "VRAMCTL_LIB", "VRAMCTL_PYTHON", "VRAMCTL_LOG", *given(self.options))
         lines = [f"{name}={shlex.quote(self.env[name])}" for name in dict.fromkeys(names) if name in self.env]
         if self.needs_model():
-            lines += ["# the model", shlex.join(self.model_maker())]
+            lines += ["# the model", shlex.join(survey.maker("llama", self.options))]
         for part in self.options.part.split(","):
             lines += [f"# {part}", *[shlex.join(command) for command in plans[part]]]
         return "\n".join(lines)
@@ -198,34 +185,9 @@ class Engines(Check):
 
     # ---- parts ----
 
-    def cycle_script(self, part):
-        command = self.under_library(self.script(), managed=part != "baseline")
-        env = self.env_of(part)
-        # Keep stderr, with the library's log lines, from mixing into the script's output.
-        code, text, _ = self.command(*command, seconds=self.options.limit, env=env, stderr=self.log_file)
-        found = report.parse(text)
-        prewarmed = None if part == "baseline" else report.gib(self.options.prewarm)
-        self.judge(report.check_cycles(self.options.engine, part, found, code, prewarmed))
-        return {"found": found, "started": self.started(part)}
-
     def needs_model(self):
-        """Makes the model in advance. The scripts would do it themselves, but under the library and while being timed."""
-        if self.options.part == "features":
-            return False  # each row makes its own
-        return not self.options.model or set(self.options.part.split(",")) & {"cycles", "baseline", "retained"}
-
-    def model_maker(self):
-        code = "import make_model; print(make_model.make_model())"
-        return [sys.executable, "-c", f"import sys; sys.path.insert(0, {self.options.scripts!r}); {code}"]
-
-    def make_model(self):
-        self.section, self.deadline = "model", Deadline(max(self.options.limit - 15, 0.1))
-        status, text, taken = self.command(*self.model_maker(), seconds=self.options.limit, stderr=self.log_file)
-        if status != 0:
-            raise Failed(f"make_model.py: exit code {status}; see the log")
-        made = text.strip().splitlines()[-1]
-        self.say(f"the model is in {made}, after {taken:.0f} s")
-        self.options.model = self.options.model or made
+        """The features make their own."""
+        return not self.options.model and self.options.part != "features"
 
     def launch(self, managed, part="", name=None, *more, **variables):
         """Starts program.py, without waiting for it."""
@@ -534,7 +496,8 @@ class Engines(Check):
         ok = True
         if self.needs_model():
             try:
-                self.make_model()
+                self.section, self.deadline = "model", Deadline(max(self.options.limit - 15, 0.1))
+                self.options.model = str(survey.made("llama", self))
             except Failed as error:
                 self.say(f"  FAILED: {error}")
                 self.write()
@@ -580,8 +543,7 @@ class Engines(Check):
         if part in long.KINDS:
             return long.long(self)
         parts = {"outside": self.outside, "hold": self.hold, "suspend": self.suspend, "driver": self.driver_alone, "move": self.move}
-        work = {**parts, "tpot": self.tpot}.get(part)
-        return work() if work else self.cycle_script(part)
+        return {**parts, "tpot": self.tpot}[part]()
 
     def write(self):
         options = {name: value for name, value in vars(self.options).items() if name != "work"}
@@ -606,11 +568,7 @@ def given(options):
 
 
 #: The results of a part that broke off.
-_NO_CYCLES = {"found": {"start_s": None, "start_used_gib": None, "repeatable": None, "steps": [], "same": []}}
 EMPTY = {
-    "cycles": _NO_CYCLES,
-    "baseline": _NO_CYCLES,
-    "retained": _NO_CYCLES,
     "outside": {"cycles": [], "tags": {}, "kv": "?"},
     "hold": {"loads": [], "tags": {}},
     "suspend": {"rounds": []},

@@ -1,11 +1,10 @@
-"""Parses the output of the engines' scripts, checks figures against limits, and writes the tables.
+"""Checks figures against limits, and writes the tables.
 
     report.py gpu-engines.json…      the tables of several runs as one, and the checks of `many` against `alternatives`
 """
 
 import json
 import pathlib
-import re
 import statistics
 import sys
 from typing import NamedTuple, Optional
@@ -14,57 +13,6 @@ sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from measure import growth, tables  # noqa: E402
 
-STEP = re.compile(r"^(?P<name>(?:release|resume|sleep|wake) .*?\S)\s+(?P<ms>\d+\.\d+) ms\s+used (?P<used>\d+\.\d+) GiB$")
-START = re.compile(r"^start (?P<s>\d+\.\d+) s, used (?P<used>\d+\.\d+) GiB$")
-SAME = re.compile(r"^same tokens: (?P<tokens>True|False) same logprobs: (?P<logprobs>True|False)$")
-
-
-def parse(text):
-    """Parses the output of a script that cycles an engine. Other lines are the engine's own."""
-    found = {"start_s": None, "start_used_gib": None, "repeatable": None, "steps": [], "same": []}
-    for line in text.splitlines():
-        line = line.strip()
-        if step := STEP.match(line):
-            found["steps"].append({"name": step["name"], "ms": float(step["ms"]), "used_gib": float(step["used"])})
-        elif start := START.match(line):
-            found["start_s"], found["start_used_gib"] = float(start["s"]), float(start["used"])
-        elif line.startswith("repeatable: "):
-            found["repeatable"] = line.split()[1] == "True"
-        elif same := SAME.match(line):
-            found["same"].append({"tokens": same["tokens"] == "True", "logprobs": same["logprobs"] == "True"})
-    return found
-
-
-def first_and_later(steps, name):
-    """Milliseconds of a step: first, median of the later ones, longest of the later ones. None if there are none."""
-    times = [step["ms"] for step in steps if step["name"] == name]
-    later = times[1:]
-    return {
-        "first": times[0] if times else None,
-        "later": statistics.median(later) if later else None,
-        "longest": max(later) if later else None,
-    }
-
-
-#: Limits: engine, part, step, then the maximum milliseconds for the first and for later times.
-LIMITS = [
-    ("sglang", "cycles", "release weights", 900, 400),
-    ("sglang", "cycles", "resume weights", 360, 360),
-    ("sglang", "cycles", "release kv_cache", 62, 62),
-    ("sglang", "cycles", "resume kv_cache", 8, 8),
-    ("vllm", "cycles", "sleep level 1", 1000, 360),
-    ("vllm", "cycles", "wake weights", 360, 360),
-    ("vllm", "cycles", "wake kv_cache", 50, 50),
-    ("sglang", "retained", "release weights", None, 60),
-    ("vllm", "retained", "sleep level 1", None, 60),
-]
-#: Steps whose limit means "no slower than without the library". Driver calls dominate them and differ between machines, so
-#: the report shows the baseline beside them.
-NO_SLOWER = {("sglang", "release kv_cache"), ("sglang", "resume kv_cache")}
-#: Maximum GiB in use while everything is paused.
-LEFT = {"sglang": 0.95, "vllm": 0.92}
-#: Pinned host memory needs page tables on the GPU: one byte per this many.
-PAGE_TABLES = 512
 #: Maximum slowdown per output token.
 SLOWER = 0.01
 
@@ -85,44 +33,6 @@ def limited(name, measured, limit, unit, detail=None, judged=None):
     judged = measured if judged is None else judged
     ok = judged is not None and judged <= limit
     return Outcome(name, ok, detail or f"{measured} {unit}", measured, limit, unit)
-
-
-def gib(size):
-    """Converts a size such as 16G to GiB."""
-    number = size.rstrip("KMGT")
-    return int(number) * 2.0 ** (10 * " KMGT".index(size[len(number) :] or " ") - 30)
-
-
-def check_cycles(engine, part, found, code=0, prewarmed=None):
-    """The checks of one script run. `prewarmed`: GiB of host memory that the library prepared; None without the library."""
-    steps, checks = found["steps"], []
-    checks.append(Outcome("the script runs to its end", code == 0 and len(found["same"]) > 0, f"exit code {code}"))
-    checks.append(Outcome("the engine is deterministic", found["repeatable"] is True, str(found["repeatable"])))
-    equal = [one["tokens"] and one["logprobs"] for one in found["same"]]
-    same = bool(equal) and all(equal)
-    checks.append(Outcome("tokens and log-probabilities are the same in every cycle", same, str(equal)))
-    if part == "baseline":
-        return checks
-    for wanted_engine, wanted_part, name, first, later in LIMITS:
-        if (wanted_engine, wanted_part) != (engine, part):
-            continue
-        took = first_and_later(steps, name)
-        for which, limit, value in (("first", first, took["first"]), ("later", later, took["longest"])):
-            if limit is not None:
-                checks.append(limited(f"{name}, {which}, in at most {limit} ms", value, limit, "ms"))
-    checks.append(check_left(engine, steps, prewarmed or 0.0))
-    return checks
-
-
-def check_left(engine, steps, host_gib):
-    """Checks what stays in use while everything is paused, and how much of it is page tables of pinned host memory."""
-    name, limit = f"at most {LEFT[engine]} GiB stay in use", LEFT[engine]
-    left = min((step["used_gib"] for step in steps), default=None)
-    if left is None:
-        return limited(name, None, limit, "GiB")
-    tables = host_gib / PAGE_TABLES
-    detail = f"{left} GiB, {tables:.2f} of them page tables of {host_gib:g} GiB of host memory"
-    return limited(name, left, limit, "GiB", detail)
 
 
 def check_tpot(times):
@@ -272,46 +182,13 @@ def of_kind(parts, kind):
 
 def markdown(parts):
     """The tables, for docs/performance.md."""
-    of_cycles = (machines, step_table, left_table, outside_tables, hold_table, job_table, suspend_table, many_table, long_tables)
-    sections = (*of_cycles, move_table, tpot_table, feature_table, limit_table, failures)
+    of_pauses = (machines, outside_tables, hold_table, job_table, suspend_table, many_table, long_tables)
+    sections = (*of_pauses, move_table, tpot_table, feature_table, limit_table, failures)
     return "\n".join(line for section in sections for line in section(parts))
 
 
 def machines(parts):
     return [line for facts in unique(part["machine"] for part in parts.values()) for line in (machine(facts), "")]
-
-
-def step_table(parts):
-    rows = []
-    for engine, part, name, _, _ in LIMITS:
-        measured = parts.get(f"{engine}/{part}")
-        if measured is None:
-            continue
-        baseline = parts.get(f"{engine}/baseline")
-        what = f"{name}, unchanged since the last backup (retained)" if part == "retained" else name
-        rows.append([version(measured), what, step_times(baseline, name) if baseline else "–", step_times(measured, name)])
-    lines = table(["engine", "step", "without the library, first / later", "with it, first / later"], "llll", rows)
-    if lines:
-        started = [f"- {name}: {how(measured)}" for name, measured in parts.items() if "found" in measured]
-        lines += ["Start commands:", "", *started, ""]
-    return lines
-
-
-def step_times(part, name):
-    times = first_and_later(part["found"]["steps"], name)
-    return f"{seconds(times['first'])} / {seconds(times['later'])}"
-
-
-def left_table(parts):
-    rows = []
-    for name, measured in parts.items():
-        found = measured.get("found")
-        if found and found["steps"]:
-            left = min(step["used_gib"] for step in found["steps"])
-            equal = sum(one["tokens"] and one["logprobs"] for one in found["same"])
-            rows.append([name, f"{found['start_used_gib']} GiB", f"{left} GiB", f"{equal} of {len(found['same'])}"])
-    header = ["run", "in use at the start", "while paused", "cycles with the same tokens and log-probabilities"]
-    return table(header, "lrrr", rows)
 
 
 def outside_tables(parts):
@@ -441,11 +318,7 @@ def limit_table(parts):
     rows = []
     for name, part in parts.items():
         limits = [check for check in part["checks"] if check.get("limit") is not None]
-        for check, following in zip(limits, [*limits[1:], None]):
-            rows.append([name, check["check"], shown_value(check), "holds" if check["ok"] else "**missed**"])
-            step = step_of(check)
-            if following is None or step_of(following) != step:
-                rows += beside(parts, name, step)
+        rows += [[name, check["check"], shown_value(check), "holds" if check["ok"] else "**missed**"] for check in limits]
     return table(["run", "limit", "measured", ""], "llll", rows)
 
 
@@ -459,26 +332,6 @@ def stages(rounds, direction):
     names = dict.fromkeys(name for one in rounds for name in one[direction] or {})
     middle = {name: statistics.median(one[direction].get(name, 0) for one in rounds) for name in names}
     return ", ".join(f"{name} {ms:.0f}" for name, ms in middle.items())
-
-
-def step_of(check):
-    """The step that a limit is for."""
-    return check["check"].partition(", ")[0]
-
-
-def beside(parts, name, step):
-    """The baseline's row for a step in `NO_SLOWER`, if it was measured."""
-    engine = name.partition("/")[0]
-    baseline = parts.get(f"{engine}/baseline")
-    if (engine, step) not in NO_SLOWER or not baseline:
-        return []
-    took = first_and_later(baseline["found"]["steps"], step)
-    if took["first"] is None:
-        return []
-    shown = f"first {took['first']} ms"
-    if took["later"] is not None:
-        shown += f", later {took['later']:.1f} ms (median), {took['longest']} ms (longest)"
-    return [[f"{engine}/baseline", f"{step}, without the library", shown, ""]]
 
 
 def how(part):

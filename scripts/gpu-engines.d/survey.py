@@ -63,6 +63,16 @@ def maker(model, options):
     return [sys.executable, str(HERE / "models.py"), model, str(models_in(options))]
 
 
+def made(model, run):
+    """Makes a model if it is missing. Returns its folder."""
+    folder = models_in(run.options) / model
+    if not folder.exists():
+        code, text, _ = run.command(*maker(model, run.options), seconds=300, stderr=run.log_file)
+        if code != 0:
+            raise Failed(f"models.py {model}: exit code {code}: {text.strip()[-300:]}")
+    return folder
+
+
 def survey(run):
     """The part: all rows that were asked for, each with an engine of its own."""
     rows = []
@@ -108,11 +118,7 @@ def started(run, name):
     """Makes the models and starts the engine. Returns it, the command for some requests, and how many seconds they take undisturbed."""
     feature = FEATURES[name]
     for model in models_for(name):
-        if (models_in(run.options) / model).exists():
-            continue
-        code, text, _ = run.command(*maker(model, run.options), seconds=300, stderr=run.log_file)
-        if code != 0:
-            raise Failed(f"models.py {model}: exit code {code}: {text.strip()[-300:]}")
+        made(model, run)
     if feature.gpus > len(run.smi("--query-gpu=index", "--format=csv,noheader").split()):
         raise Failed(f"it needs {feature.gpus} GPUs")
     program = run.launch(True, "features", None, *arguments(name, run.options), **gpus_of(feature, run.options))

@@ -17,20 +17,6 @@ from benchmarks import memory_report as report  # noqa: E402
 from benchmarks import overhead, rl_step  # noqa: E402
 from measure import growth  # noqa: E402
 
-#: A communicator of one rank, whose identifier must arrive as it was made.
-NCCL = """
-#include <string.h>
-struct id { char bytes[128]; };
-static int made;
-int ncclGetUniqueId(struct id *id) { memset(id, 7, sizeof *id); return 0; }
-int ncclCommInitRank(void **to, int ranks, struct id id, int rank)
-{
-	*to = &made;
-	return made++ || ranks != 1 || rank != 0 || id.bytes[0] != 7 || id.bytes[127] != 7;
-}
-int ncclCommDestroy(void *of) { return of != &made || --made; }
-"""
-
 
 def plain_environment():
     ours = ("LD_", "PYTHONPATH", "SIMGPU_", "VRAMCTL_")
@@ -190,10 +176,7 @@ class RlStep(unittest.TestCase):
             out = pathlib.Path(folder)
             # The library has torch_memory_saver's functions, so it can stand in for it.
             (out / "torch_memory_saver_hook_mode_preload_cu13.abi3.so").symlink_to(os.environ["VRAMCTL_LIB"])
-            nccl = out / "libnccl.so.2"
-            compiler = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-xc", "-", "-o", nccl]
-            subprocess.run(compiler, input=NCCL, text=True, check=True)
-            options = ["--tms-dir", out, "--modes", "tms,vramctl,tms-retained", "--rounds", "1", "--turns", "1", "--nccl", nccl]
+            options = ["--tms-dir", out, "--modes", "tms,vramctl,tms-retained", "--rounds", "1", "--turns", "1"]
             ran = self.run_it(out, "--simulated", *options)
             self.assertEqual(ran.returncode, 0, ran.stdout)
             data = json.loads((out / "rl-step.json").read_text())
@@ -212,16 +195,6 @@ class RlStep(unittest.TestCase):
             self.assertEqual([each for each in data["missed"] if "not flat" not in each], [], ran.stdout)
             self.assertEqual((len(data["soak"]["samples"]), len(data["soak"]["suspends"])), (5, 4), ran.stdout)
             self.assertIn("| engine: descriptors |", (out / "rl-step.md").read_text())
-
-    def test_the_nccl_of_a_virtual_environment_is_found(self):
-        with tempfile.TemporaryDirectory() as folder:
-            place = pathlib.Path(folder).resolve()
-            subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", place / "venv"], check=True)
-            nccl = next((place / "venv").glob("lib/python3*/site-packages")) / "nvidia/nccl/lib/libnccl.so.2"
-            nccl.parent.mkdir(parents=True)
-            nccl.touch()
-            ran = self.run_it(place, "--dry-run", "--python", place / "venv/bin/python3")
-            self.assertIn(f"process groups: {nccl}", ran.stdout)
 
     def run_of(self, many=200, **grown):
         flat = {"device bytes": 5 << 30, "engine: descriptors": 7, "whole step, seconds": 1.0, "transitions, seconds": 1.0}
@@ -279,13 +252,13 @@ class RlStep(unittest.TestCase):
 
     def test_the_plan(self):
         with tempfile.TemporaryDirectory() as out:
-            ran = self.run_it(out, "--dry-run", "--modes", "tms,vramctl", "--turns", "2", "--nccl", "none")
+            ran = self.run_it(out, "--dry-run", "--modes", "tms,vramctl", "--turns", "2")
             self.assertEqual(ran.returncode, 0, ran.stdout)
             self.assertIn("trainer 30 GiB, of which weights 15 GiB", ran.stdout)
             self.assertEqual(ran.stdout.count("turn "), 4, ran.stdout)
 
     def test_the_table(self):
-        steps = {"groups_out": 0.5, "trainer_out": 2.0, "weights": 0.5, "trainer_in": 1.0}
+        steps = {"engine_in": 0.5, "trainer_out": 2.0, "weights": 0.5, "trainer_in": 1.0}
         data = {
             "bytes": {"trainer": 20e9, "weights": 5e9, "cache": 2**30},
             "link": {"out": 50e9, "in": 40e9},
@@ -302,7 +275,7 @@ class RlStep(unittest.TestCase):
         for line in (
             "| trainer out | 0.40 s | 2.00 s (10.0 GB/s) |",
             "| weights sent, in buckets | 0.12 s | 0.50 s (10.0 GB/s) |",
-            "| process groups destroyed | – | 0.50 s |",
+            "| engine's weights in, empty | – | 0.50 s |",
             "| **all transitions** | 1.02 s | **4.00 s** |",
             "| share of a step with 4 s of other work (computed) | 20% | 50% |",
             "| all transitions of a process's first step | | 8.00 s |",

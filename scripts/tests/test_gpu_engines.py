@@ -27,114 +27,17 @@ import survey  # noqa: E402
 import report  # noqa: E402
 import support  # noqa: E402
 
-SGLANG = (
-    """
-[2026-11-20 12:00:00] INFO something of the engine's own, 12.0 ms used 3.00 GiB or so
-start 61.2 s, used 99.01 GiB
-repeatable: True tokens [1, 2, 3] logprobs [-1.5, -2.0]
-"""
-    + """\
-release kv_cache                  40.1 ms  used 16.50 GiB
-release weights                  {weights} ms  used 1.50 GiB
-release cuda_graph                12.0 ms  used {left} GiB
-resume cuda_graph                  9.0 ms  used 1.50 GiB
-resume weights                   301.0 ms  used 16.50 GiB
-resume kv_cache                    7.5 ms  used 99.01 GiB
-same tokens: True same logprobs: {same}
-"""
-)
-
-VLLM = """\
-start 50.0 s, used 98.10 GiB
-repeatable: True tokens [1] logprobs [-1.0]
-sleep level 1                    900.0 ms  used 0.92 GiB
-wake weights                     300.0 ms  used 16.20 GiB
-wake kv_cache                     40.0 ms  used 98.10 GiB
-same tokens: True same logprobs: True
-sleep level 1                    350.0 ms  used 0.92 GiB
-wake weights                     310.0 ms  used 16.20 GiB
-wake kv_cache                     41.0 ms  used 98.10 GiB
-same tokens: True same logprobs: True
-"""
-
-
-def sglang(weights=("800.0", "390.0"), left="0.94", same="True"):
-    head, cycle = SGLANG.split("release", 1)
-    return head + "".join(("release" + cycle).format(weights=ms, left=left, same=same) for ms in weights)
-
 
 def failed(checks):
     return [check.name for check in checks if not check.ok]
 
 
 class Reading(unittest.TestCase):
-    def test_steps_in_their_order(self):
-        found = report.parse(sglang())
-        self.assertEqual((found["start_s"], found["start_used_gib"], found["repeatable"]), (61.2, 99.01, True))
-        self.assertEqual(
-            [step["name"] for step in found["steps"][:3]], ["release kv_cache", "release weights", "release cuda_graph"]
-        )
-        self.assertEqual(len(found["steps"]), 12)
-        self.assertEqual(found["same"], [{"tokens": True, "logprobs": True}] * 2)
-        self.assertEqual(
-            report.first_and_later(found["steps"], "release weights"), {"first": 800.0, "later": 390.0, "longest": 390.0}
-        )
-        self.assertEqual(report.parse(VLLM)["steps"][0], {"name": "sleep level 1", "ms": 900.0, "used_gib": 0.92})
-
-    def test_limits_hold_or_do_not(self):
-        self.assertEqual(failed(report.check_cycles("sglang", "cycles", report.parse(sglang()))), [])
-        self.assertEqual(failed(report.check_cycles("vllm", "cycles", report.parse(VLLM))), [])
-        slow = report.parse(sglang(weights=("800.0", "390.0", "410.0")))
-        self.assertEqual(failed(report.check_cycles("sglang", "cycles", slow)), ["release weights, later, in at most 400 ms"])
-        wrong = report.parse(sglang(same="False"))
-        self.assertIn(
-            "tokens and log-probabilities are the same in every cycle", failed(report.check_cycles("sglang", "cycles", wrong))
-        )
-        much = report.parse(sglang(left="0.96"))
-        self.assertEqual(
-            failed(report.check_cycles("sglang", "cycles", much)),
-            ["at most 0.95 GiB stay in use"],
-        )
-        retained = report.parse(sglang(weights=("800.0", "55.0")))
-        self.assertEqual(failed(report.check_cycles("sglang", "retained", retained)), [])
-        self.assertEqual(len(failed(report.check_cycles("sglang", "retained", report.parse(sglang())))), 1)
-
-    def test_page_tables_of_host_memory_are_named(self):
-        """They are in use, so they count."""
-        for left, prewarmed, ok in (("0.95", 16.0, True), ("0.98", 16.0, False), ("0.98", None, False)):
-            checks = report.check_cycles("sglang", "cycles", report.parse(sglang(left=left)), prewarmed=prewarmed)
-            self.assertEqual((checks[-1].ok, checks[-1].measured, checks[-1].limit), (ok, float(left), 0.95), checks[-1])
-        checks = report.check_cycles("sglang", "cycles", report.parse(sglang(left="0.98")), prewarmed=16.0)
-        self.assertEqual(checks[-1].detail, "0.98 GiB, 0.03 of them page tables of 16 GiB of host memory")
-        self.assertEqual([report.gib(size) for size in ("16G", "512M", "1T", "0")], [16, 0.5, 1024, 0])
-
-    def test_a_script_that_broke_off_has_passed_nothing(self):
-        self.assertGreaterEqual(len(failed(report.check_cycles("vllm", "cycles", report.parse("Traceback\n"), 1))), 4)
-        whole = report.parse(VLLM)
-        self.assertEqual(failed(report.check_cycles("vllm", "cycles", whole, 1)), ["the script runs to its end"])
-
     def test_time_per_token(self):
         self.assertEqual(failed(report.check_tpot({"without": [10.0, 10.2], "with": [10.1, 10.15]})), [])
         self.assertEqual(len(failed(report.check_tpot({"without": [10.0], "with": [10.11]}))), 1)
         (check,) = report.check_tpot({"without": [10.0, 10.2], "with": [10.1]})
         self.assertEqual(check.detail, "10.100 ms (2 runs) without, 10.100 ms (1 run) with: +0.00%")
-
-    def test_beside_no_slower_than_without_it_stands_what_it_took_without_it(self):
-        parts = {}
-        for part, times in (("baseline", ("60.0", "40.0", "50.0", "66.0")), ("cycles", ("70.0", "71.0"))):
-            # A release and its resume take the same time.
-            text = "".join(f"{step} kv_cache {ms} ms  used 1.00 GiB\n" for ms in times for step in ("release", "resume"))
-            found = report.parse(text)
-            checks = [{"check": check.name, **check._asdict()} for check in report.check_cycles("sglang", part, found, 0, 16.0)]
-            about = {"engine": "SGLang", "version": "1", "machine": {}, "started": "x"}
-            parts[f"sglang/{part}"] = {**about, "checks": checks, "found": found}
-        rows = report.markdown(parts).splitlines()
-        at = rows.index("| sglang/cycles | release kv_cache, later, in at most 62 ms | 71.0 ms | **missed** |")
-        without = "first 60.0 ms, later 50.0 ms (median), 66.0 ms (longest)"
-        self.assertEqual(rows[at + 1], f"| sglang/baseline | release kv_cache, without the library | {without} | |")
-        self.assertEqual(len([row for row in rows if row.startswith("| sglang/baseline | re")]), 2, rows)
-        del parts["sglang/baseline"]
-        self.assertNotIn("sglang/baseline", report.markdown(parts))
 
     def test_how_often_a_job_was_asked_is_told(self):
         tried = ((1, 800.0), (3, 1900.0), (2, 1000.0), (1, 820.0), (7, 2500.0))
@@ -488,23 +391,23 @@ class Script(unittest.TestCase):
             if what in ("pause", "resume"): print(json.dumps({{"processes": [{{"report": {{"ms": 123.4}}}}]}}))
             """,
         )
-        self.write("scripts/vllm_cycle.py", self.cycle_script(VLLM))
-        # In a plain environment: under the library it would prepare host memory itself.
-        self.write(
-            "scripts/make_model.py",
-            "import os\ndef make_model():\n    assert not {'LD_PRELOAD', 'VRAMCTL_PREWARM'} & set(os.environ)\n    return '/model'",
-        )
         self.write(
             "engine/vllm/__init__.py",
             """\
-            import os
+            import json, os, sys
             from types import SimpleNamespace as S
             __version__ = "0.26.0"
             SamplingParams = S
             print("a line of the engine's own")
+            os.chdir("/")
             class LLM:
                 def __init__(self, model, **settings):
                     assert model == "/model" and "enable_sleep_mode" not in settings
+                    with open(os.environ["SETTINGS"], "a") as file:
+                        print(json.dumps({name: value for name, value in os.environ.items() if name.startswith("VRAMCTL_")}), file=file)
+                    # The part `hold`.
+                    if "VLLM_ENABLE_V1_MULTIPROCESSING" in os.environ:
+                        sys.exit("".join(f"vramctl[7]: info: line {number}\\n" for number in range(20)))
                     assert settings["tensor_parallel_size"] == int(os.environ.get("GPUS", 1))
                 def reset_prefix_cache(self): pass
                 def generate(self, prompts, parameters, use_tqdm):
@@ -516,21 +419,6 @@ class Script(unittest.TestCase):
         self.write("engine/torch.py", "__version__ = '2.11.0'")
         # The other process must not see the engine's packages; it gets its own torch here.
         self.write("other/torch.py", PRETENDED_TORCH)
-
-    def cycle_script(self, text):
-        """Prints `text` with the library's lines interleaved, as if several processes were writing."""
-        return f"""\
-import json, os, sys
-assert os.environ['PYTHONPATH'].startswith('{self.folder}/engine')
-settings = {{name: value for name, value in os.environ.items() if name.startswith("VRAMCTL_")}}
-print(json.dumps(settings), file=open({str(self.folder / "settings")!r}, "a"))
-for number, line in enumerate({text!r}.splitlines()):
-    head, _, rest = line.partition(" ")
-    sys.stdout.write(head)
-    sys.stdout.flush()
-    os.write(2, b"vramctl[7]: info: line %d\\n" % number)
-    print("", rest)
-"""
 
     def write(self, name, text):
         path = self.folder / name
@@ -544,6 +432,7 @@ for number, line in enumerate({text!r}.splitlines()):
             PATH=f"{self.folder}/bin:{env['PATH']}",
             PYTHONPATH=f"{self.folder}/other",
             OTHERS=str(self.folder / "others"),
+            SETTINGS=str(self.folder / "settings"),
             TMPDIR=str(self.folder),
             **variables,
         )
@@ -558,19 +447,18 @@ for number, line in enumerate({text!r}.splitlines()):
         folder = self.folder if folder is None else folder
         (self.folder / "package").mkdir(exist_ok=True)
         (self.folder / "package/__init__.py").touch()
-        places = {"--scripts": "scripts", "--engine-dir": "engine", "--bin": "bin", "--python": "package"}
-        return [part for option, place in places.items() for part in (option, folder / place)]
+        places = {"--engine-dir": "engine", "--bin": "bin", "--python": "package"}
+        return ["--model", "/model", *(part for option, place in places.items() for part in (option, folder / place))]
 
 
 class Running(Script):
     """With fakes."""
 
     def test_all_parts(self):
-        done = self.gpu_engines(*self.places(), "--cycles", 2, "--other-gib", 3, "--part", "cycles,outside,tpot")
+        done = self.gpu_engines(*self.places(), "--cycles", 2, "--other-gib", 3, "--part", "outside,tpot")
         result = json.loads((self.folder / "out/gpu-engines.json").read_text())["parts"]
-        self.assertEqual(sorted(result), ["vllm/cycles", "vllm/outside", "vllm/tpot"], done.stdout + done.stderr)
-        for name in ("vllm/cycles", "vllm/outside"):
-            self.assertEqual([check for check in result[name]["checks"] if not check["ok"]], [], done.stdout)
+        self.assertEqual(sorted(result), ["vllm/outside", "vllm/tpot"], done.stdout + done.stderr)
+        self.assertEqual([check for check in result["vllm/outside"]["checks"] if not check["ok"]], [], done.stdout)
         outside = result["vllm/outside"]
         self.assertEqual(outside["version"], "0.26.0")
         self.assertEqual(
@@ -580,18 +468,15 @@ class Running(Script):
         asked = (self.folder / "asked").read_text()
         self.assertIn("pause cuda_graph kv_cache weights --name gpu-engines --json", asked)
         text = (self.folder / "out/gpu-engines.md").read_text()
-        self.assertIn("| vLLM 0.26.0 | sleep level 1 | – | 0.90 s / 0.35 s |\n", text)
-        self.assertIn("- vllm/cycles: `VRAMCTL_PREWARM=16G vramctl run -- …`\n", text)
-        self.assertIn("| vllm/cycles | sleep level 1, first, in at most 1000 ms | 900.0 ms | holds |", text)
+        self.assertRegex(text, r"\| vllm/tpot \| time per output token within 1% \| .* \| (holds|\*\*missed\*\*) \|")
         self.assertIn("| 1 | 0.12 s | 0.12 s | 0.88 GiB | 3 GiB | yes |", text)
         self.assertIn("pretended", text)
 
         # Parts of several runs merge into one report.
         first = self.folder / "out/gpu-engines.json"
-        again = self.gpu_engines(*self.places(), "--part", "baseline", "--join", first, "--out", self.folder / "second")
-        self.assertEqual(again.returncode, 0, again.stdout + again.stderr)
-        text = (self.folder / "second/gpu-engines.md").read_text()
-        self.assertIn("| vLLM 0.26.0 | sleep level 1 | 0.90 s / 0.35 s | 0.90 s / 0.35 s |", text)
+        again = self.gpu_engines(*self.places(), "--part", "hold", "--join", first, "--out", self.folder / "second")
+        joined = json.loads((self.folder / "second/gpu-engines.json").read_text())["parts"]
+        self.assertEqual(sorted(joined), ["vllm/hold", "vllm/outside", "vllm/tpot"], again.stdout + again.stderr)
 
     def test_several_gpus(self):
         """The script checks all of them, and the other process uses all of them."""
@@ -603,57 +488,38 @@ class Running(Script):
         self.assertIn("2 x pretended", done.stdout)
 
     def test_what_the_engines_are_started_with(self):
-        done = self.gpu_engines(
-            *self.places(), "--part", "cycles,baseline,retained", "--env", "VRAMCTL_HOST_CAP=20G", VRAMCTL_HOST_KEEP="always"
-        )
+        options = ("--cycles", 1, "--other-gib", 1, "--part", "outside", "--env", "VRAMCTL_HOST_CAP=20G")
+        done = self.gpu_engines(*self.places(), *options, VRAMCTL_HOST_KEEP="always")
         self.assertEqual(done.stderr.count("VRAMCTL_HOST_KEEP is not passed on to the engines"), 1, done.stderr)
-        settings = [json.loads(line) for line in (self.folder / "settings").read_text().splitlines()]
-        told = [
-            [one.get(f"VRAMCTL_{name}") for name in ("PREWARM", "RETAIN", "HOST_CAP", "LOG", "HOST_KEEP")] for one in settings
-        ]
-        same = ["20G", "info", None]
-        self.assertEqual(told, [["16G", None, *same], [None, None, *same], ["16G", "weights", *same]])
-        text = (self.folder / "out/gpu-engines.md").read_text()
-        self.assertIn("`VRAMCTL_HOST_CAP=20G VRAMCTL_PREWARM=16G VRAMCTL_RETAIN=weights vramctl run -- …`", text)
-        self.gpu_engines(*self.places(), "--part", "cycles", "--prewarm", "0")
-        self.assertNotIn("VRAMCTL_PREWARM", (self.folder / "settings").read_text().splitlines()[-1])
-
-    def test_a_missed_limit_is_told_with_the_library_s_last_lines(self):
-        slow = VLLM.replace("310.0 ms", "361.5 ms") + VLLM.partition("logprobs [-1.0]\n")[2]
-        self.write("scripts/vllm_cycle.py", self.cycle_script(slow))
-        done = self.gpu_engines(*self.places(), "--part", "cycles")
-        self.assertEqual(done.returncode, 1, done.stdout)
-        self.assertIn("| vllm/cycles | wake weights, later, in at most 360 ms | 361.5 ms | **missed** |", done.stdout)
-        last = len(slow.splitlines()) - 1
-        self.assertIn(f"  vramctl[7]: info: line {last}\n", done.stdout)
-        self.assertNotIn("info: line 1\n", done.stdout, "only the last ones")
-        self.assertIn("info: line 1\n", (self.folder / "out/gpu-engines.log").read_text())
+        (settings,) = [json.loads(line) for line in (self.folder / "settings").read_text().splitlines()]
+        self.assertEqual([settings.get(f"VRAMCTL_{name}") for name in ("HOST_CAP", "LOG", "HOST_KEEP")], ["20G", "info", None])
+        self.assertIn("`VRAMCTL_HOST_CAP=20G vramctl run -- …`", (self.folder / "out/gpu-engines.md").read_text())
 
     def test_places_may_be_relative(self):
         """Relative to the caller's directory, not the engine's."""
-        self.write("scripts/vllm_cycle.py", "import os\nos.chdir('/')\nimport vllm\n" + self.cycle_script(VLLM))
-        done = self.gpu_engines(*self.places(pathlib.Path()), "--part", "cycles", cwd=self.folder)
+        options = ("--cycles", 1, "--other-gib", 1, "--part", "outside")
+        done = self.gpu_engines(*self.places(pathlib.Path()), *options, cwd=self.folder)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
     def test_an_engine_ends_with_the_measurement(self):
         """Whether by its own limit, an outer one or Ctrl-C: an engine left behind would hold the GPU's memory."""
         pid = self.folder / "pid"
         self.write(
-            "scripts/vllm_cycle.py",
+            "engine/vllm/__init__.py",
             "import os, subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
             f"open({str(pid)!r} + '.new', 'w').write(str(child.pid))\nos.rename({str(pid)!r} + '.new', {str(pid)!r})\n"
             "time.sleep(600)",
         )
         # A busy machine may take longer than the first limits until the engine has started.
         for limit in ("20", "60", "180"):
-            done = self.gpu_engines(*self.places(), "--part", "cycles", "--limit", limit)
+            done = self.gpu_engines(*self.places(), "--part", "outside", "--limit", limit)
             self.assertNotEqual(done.returncode, 0)
             if pid.exists():
                 break
         self.assertFalse(alive(int(pid.read_text())))
         for number in (signal.SIGTERM, signal.SIGINT):
             pid.unlink()
-            command, env = self.command(*self.places(), "--part", "cycles")
+            command, env = self.command(*self.places(), "--part", "outside")
             # A background job that runs these tests has SIGINT ignored, and a child inherits that.
             command = [
                 sys.executable,
@@ -671,30 +537,31 @@ class Running(Script):
 
     def test_discarding_tells_the_engine_first(self):
         done = self.gpu_engines(
-            *self.places(), "--cycles", 1, "--other-gib", 1, "--part", "outside", "--discard", "--model", "/model"
+            *self.places(), "--cycles", 1, "--other-gib", 1, "--part", "outside", "--discard"
         )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn("pause kv_cache --discard --force", (self.folder / "asked").read_text())
 
-    def test_a_failed_part_is_told_and_the_others_run(self):
-        (self.folder / "scripts/vllm_cycle.py").write_text("raise SystemExit('no')")
-        done = self.gpu_engines(*self.places(), "--cycles", 1, "--other-gib", 1, "--part", "cycles,outside")
+    def test_a_failed_part_is_told_with_the_library_s_last_lines_and_the_others_run(self):
+        done = self.gpu_engines(*self.places(), "--cycles", 1, "--other-gib", 1, "--part", "hold,outside")
         self.assertEqual(done.returncode, 1, done.stdout)
         self.assertIn("gpu-engines FAILED", done.stdout)
         text = (self.folder / "out/gpu-engines.md").read_text()
-        self.assertIn("- vllm/cycles: the script runs to its end: exit code 1", text)
+        self.assertIn("- vllm/hold: runs to its end: ", text)
         self.assertIn("vLLM 0.26.0 from outside", text)
+        self.assertIn("  vramctl[7]: info: line 19\n", done.stdout)
+        self.assertNotIn("info: line 1\n", done.stdout, "only the last ones")
+        self.assertIn("info: line 1\n", (self.folder / "out/gpu-engines.log").read_text())
 
     def test_help_and_a_dry_run_need_nothing(self):
         self.assertIn("--dry-run", self.gpu_engines("--help").stdout)
-        done = self.gpu_engines("--dry-run", "--scripts", "/s")
+        done = self.gpu_engines("--dry-run", "--part", "outside,many,tpot")
         self.assertEqual(done.returncode, 0, done.stderr)
         for line in (
             "run --name gpu-engines -- ",
-            "/s/vllm_cycle.py",
             "pause cuda_graph kv_cache weights",
-            "env VRAMCTL_PREWARM=16G VRAMCTL_RETAIN=weights",
-            "make_model",
+            "env VRAMCTL_RETAIN=weights",
+            "models.py llama ",
         ):
             self.assertIn(line, done.stdout)
 
@@ -717,16 +584,14 @@ class Running(Script):
             "suspend gpu-engines\n",
         ):
             self.assertIn(line, done.stdout)
-        self.assertNotIn("make_model", done.stdout)
+        self.assertNotIn("models.py llama", done.stdout.partition("# features")[0])
 
     def test_what_is_missing_is_said(self):
         for arguments, text in [
             (["--part", "all"], "unknown part all"),
             (["--part", "features", "--feature", "lora,magic", "--dry-run"], "magic is none of lora, speculative"),
             (["--fraction", "2"], "not a share of the GPU"),
-            (["--scripts", "/nowhere"], "vllm_cycle.py and make_model.py in '/nowhere' is missing"),
             (["--cycles"], "argument --cycles: expected one argument"),
-            (["--prewarm", "much"], "not a size such as 16G: much"),
             (["--env", "VRAMCTL_LOG"], "not NAME=VALUE: VRAMCTL_LOG"),
         ]:
             done = self.gpu_engines(*arguments)
