@@ -5,7 +5,7 @@
 
 #[macro_use]
 mod common;
-use common::{Gpu, MIB2, Process, Scratch, command, isolated, prop, start_until};
+use common::{Gpu, MIB2, Process, Scratch, command, isolated, on_gpu, prop, start_until};
 use std::io::Write;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -34,8 +34,7 @@ fn smi(directory: &str, argument: &str) -> String {
 #[test]
 fn a_process_sees_the_devices_that_it_is_given_in_that_order() {
     let given = [("SIMGPU_DEVICES", "3"), ("CUDA_VISIBLE_DEVICES", "2,0")];
-    isolated("a_process_sees_the_devices_that_it_is_given_in_that_order", &given, || {
-        let gpu = Gpu::start();
+    on_gpu("a_process_sees_the_devices_that_it_is_given_in_that_order", &given, |gpu| {
         let (mut count, mut device, mut uuid, mut text, mut bus) = (0, 0, [0_u8; 16], [0; 96], [0; 32]);
         ok!(gpu.nvmlInit_v2());
         for ordinals in ["before memory is in use", "after"] {

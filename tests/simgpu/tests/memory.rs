@@ -5,7 +5,7 @@
 
 #[macro_use]
 mod common;
-use common::{Access, Gpu, LONG_MS, MIB2, isolated, prop};
+use common::{Access, Gpu, LONG_MS, MIB2, isolated, on_gpu, prop};
 use std::ffi::c_void;
 
 #[test]
@@ -68,8 +68,7 @@ fn mapping_rules() {
 /// The access of a pool is that of all its memory, also of what was allocated before.
 #[test]
 fn a_pool_is_open_to_the_devices_that_were_given_access() {
-    isolated("a_pool_is_open_to_the_devices_that_were_given_access", &[("SIMGPU_DEVICES", "2")], || {
-        let gpu = Gpu::start();
+    on_gpu("a_pool_is_open_to_the_devices_that_were_given_access", &[("SIMGPU_DEVICES", "2")], |gpu| {
         let (mut pool, mut earlier, mut later) = (0, 0, 0);
         ok!(gpu.cuDeviceGetDefaultMemPool(&raw mut pool, 0));
         ok!(gpu.cuMemAllocAsync(&raw mut earlier, MIB2, 0));
@@ -99,8 +98,7 @@ fn a_pool_is_open_to_the_devices_that_were_given_access() {
 
 #[test]
 fn an_address_hint_is_honoured_if_free() {
-    isolated("an_address_hint_is_honoured_if_free", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("an_address_hint_is_honoured_if_free", &[], |gpu| {
         let first = gpu.reserve(8 * MIB2);
         ok!(gpu.cuMemAddressFree(first, 8 * MIB2));
         let mut again = 0;
@@ -117,8 +115,7 @@ fn an_address_hint_is_honoured_if_free() {
 
 #[test]
 fn memory_lives_while_anything_refers_to_it() {
-    isolated("memory_lives_while_anything_refers_to_it", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("memory_lives_while_anything_refers_to_it", &[], |gpu| {
         let pointer = gpu.map_new(MIB2);
         assert_eq!((gpu.live("handles"), gpu.used()), (0, MIB2 as u64));
         gpu.upload(pointer, b"kept");
@@ -144,8 +141,7 @@ fn memory_lives_while_anything_refers_to_it() {
 
 #[test]
 fn capacity_is_exact() {
-    isolated("capacity_is_exact", &[("SIMGPU_MEMORY", "8M")], || {
-        let gpu = Gpu::start();
+    on_gpu("capacity_is_exact", &[("SIMGPU_MEMORY", "8M")], |gpu| {
         let (mut free, mut total) = (0, 0);
         let handle = gpu.create(3 * MIB2);
         ok!(gpu.cuMemGetInfo_v2(&raw mut free, &raw mut total));
@@ -170,8 +166,7 @@ fn host_memory_goes_back_with_the_device_memory() {
         let text = std::fs::read_to_string("/proc/self/statm").unwrap();
         text.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 4096
     }
-    isolated("host_memory_goes_back_with_the_device_memory", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("host_memory_goes_back_with_the_device_memory", &[], |gpu| {
         let before = resident();
         let pointer = gpu.map_new(64 << 20);
         // Untouched memory costs the host nothing.
@@ -186,8 +181,7 @@ fn host_memory_goes_back_with_the_device_memory() {
 
 #[test]
 fn the_host_cannot_read_device_memory() {
-    isolated("the_host_cannot_read_device_memory", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("the_host_cannot_read_device_memory", &[], |gpu| {
         for pointer in [gpu.map_new(MIB2), gpu.alloc(100)] {
             let child = unsafe { libc::fork() };
             if child == 0 {
@@ -206,8 +200,7 @@ fn the_host_cannot_read_device_memory() {
 
 #[test]
 fn memory_taken_from_under_running_work_is_a_fault() {
-    isolated("memory_taken_from_under_running_work_is_a_fault", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("memory_taken_from_under_running_work_is_a_fault", &[], |gpu| {
         let stream = gpu.stream(1);
         let pointer = gpu.map_new(MIB2);
         gpu.slow_down(LONG_MS);
@@ -223,8 +216,7 @@ fn memory_taken_from_under_running_work_is_a_fault() {
 
 #[test]
 fn copies_between_all_kinds_of_memory() {
-    isolated("copies_between_all_kinds_of_memory", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("copies_between_all_kinds_of_memory", &[], |gpu| {
         let pattern: Vec<u8> = (0..300_000u32).map(|value| (value * 7) as u8).collect();
         let plain = gpu.alloc(pattern.len());
         let mapped = gpu.reserve(2 * MIB2);
@@ -253,8 +245,7 @@ fn copies_between_all_kinds_of_memory() {
 
 #[test]
 fn host_registration() {
-    isolated("host_registration", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("host_registration", &[], |gpu| {
         let memory = vec![0u8; 1 << 20];
         let at = memory.as_ptr() as u64;
         fails!(713, gpu.cuMemHostUnregister(at));
@@ -301,8 +292,7 @@ fn a_copy_does_not_leave_a_registration() {
 
 #[test]
 fn plain_memory_and_virtual_memory_do_not_mix() {
-    isolated("plain_memory_and_virtual_memory_do_not_mix", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("plain_memory_and_virtual_memory_do_not_mix", &[], |gpu| {
         let (plain, mapped) = (gpu.alloc(4 * MIB2), gpu.map_new(MIB2));
         let mut ipc = [0; 64];
         ok!(gpu.cuIpcGetMemHandle(&raw mut ipc, plain));
@@ -319,8 +309,7 @@ fn plain_memory_and_virtual_memory_do_not_mix() {
 
 #[test]
 fn a_device_without_virtual_memory() {
-    isolated("a_device_without_virtual_memory", &[("SIMGPU_NO_VMM", "1")], || {
-        let gpu = Gpu::start();
+    on_gpu("a_device_without_virtual_memory", &[("SIMGPU_NO_VMM", "1")], |gpu| {
         let mut value = 9;
         ok!(gpu.cuDeviceGetAttribute(&raw mut value, 102, 0));
         assert_eq!(value, 0);
@@ -333,8 +322,7 @@ fn a_device_without_virtual_memory() {
 #[test]
 fn several_devices() {
     let devices = [("SIMGPU_DEVICES", "2"), ("SIMGPU_MEMORY", "4M"), ("SIMGPU_CONTEXT_BYTES", "1M")];
-    isolated("several_devices", &devices, || {
-        let gpu = Gpu::start();
+    on_gpu("several_devices", &devices, |gpu| {
         let mapped = gpu.map_new(MIB2);
         let first = gpu.alloc(512);
         let mut none = 0;
@@ -356,8 +344,7 @@ fn several_devices() {
 #[test]
 fn contexts_and_code_need_memory() {
     let environment = [("SIMGPU_MEMORY", "8M"), ("SIMGPU_CONTEXT_BYTES", "2M"), ("SIMGPU_CODE_BYTES", "1M")];
-    isolated("contexts_and_code_need_memory", &environment, || {
-        let gpu = Gpu::start();
+    on_gpu("contexts_and_code_need_memory", &environment, |gpu| {
         let (mut second, mut third) = (0, 0);
         ok!(gpu.cuCtxCreate_v2(&raw mut second, 0, 0));
         assert_eq!(gpu.used(), 4 << 20);
@@ -383,8 +370,7 @@ fn contexts_and_code_need_memory() {
 #[test]
 fn any_call_can_be_made_to_fail() {
     let environment = [("SIMGPU_FAIL", "cuMemCreate:2:999:2,cuMemMap:1:205:*")];
-    isolated("any_call_can_be_made_to_fail", &environment, || {
-        let gpu = Gpu::start();
+    on_gpu("any_call_can_be_made_to_fail", &environment, |gpu| {
         let mut handle = 0;
         let codes: Vec<u32> = (0..4).map(|_| unsafe { (gpu.cuMemCreate)(&raw mut handle, MIB2, &prop(0), 0) }).collect();
         assert_eq!(codes, [0, 999, 999, 0]);
@@ -450,8 +436,7 @@ fn names_and_addresses() {
 
 #[test]
 fn many_threads_at_once() {
-    isolated("many_threads_at_once", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("many_threads_at_once", &[], |gpu| {
         let context = gpu.use_device(0);
         let threads: Vec<_> = (1..=8u8)
             .map(|value| {

@@ -5,7 +5,7 @@
 
 #[macro_use]
 mod common;
-use common::{Access, Gate, Gpu, LONG_MS, MIB2, command, isolated, prop};
+use common::{Access, Gate, Gpu, LONG_MS, MIB2, command, isolated, on_gpu, prop};
 
 const BLOCKING: u32 = 0;
 const NON_BLOCKING: u32 = 1;
@@ -87,8 +87,7 @@ fn out2() -> *mut usize {
 
 #[test]
 fn waiting_for_the_context_ends_its_captures_in_every_mode() {
-    isolated("waiting_for_the_context_ends_its_captures_in_every_mode", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("waiting_for_the_context_ends_its_captures_in_every_mode", &[], |gpu| {
         let context = gpu.use_device(0);
         let stream = gpu.stream(NON_BLOCKING);
         for how in combinations() {
@@ -108,8 +107,7 @@ fn waiting_for_the_context_ends_its_captures_in_every_mode() {
 
 #[test]
 fn unsafe_calls_are_refused_in_exactly_two_situations() {
-    isolated("unsafe_calls_are_refused_in_exactly_two_situations", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("unsafe_calls_are_refused_in_exactly_two_situations", &[], |gpu| {
         let context = gpu.use_device(0);
         let (stream, other, blocking) = (gpu.stream(NON_BLOCKING), gpu.stream(NON_BLOCKING), gpu.stream(BLOCKING));
         let (mut event, mut pool) = (0, 0);
@@ -175,8 +173,7 @@ fn from_the_pool(gpu: Gpu, stream: u64) -> u64 {
 
 #[test]
 fn virtual_memory_and_work_of_other_streams_are_never_unsafe() {
-    isolated("virtual_memory_and_work_of_other_streams_are_never_unsafe", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("virtual_memory_and_work_of_other_streams_are_never_unsafe", &[], |gpu| {
         let context = gpu.use_device(0);
         let (stream, other) = (gpu.stream(NON_BLOCKING), gpu.stream(NON_BLOCKING));
         let (mapped, plain) = (gpu.map_new(MIB2), gpu.alloc(4096));
@@ -234,8 +231,7 @@ fn virtual_memory_and_work_of_other_streams_are_never_unsafe() {
 
 #[test]
 fn wrong_arguments_and_frees_in_a_captured_stream_leave_captures_valid() {
-    isolated("wrong_arguments_and_frees_in_a_captured_stream_leave_captures_valid", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("wrong_arguments_and_frees_in_a_captured_stream_leave_captures_valid", &[], |gpu| {
         let context = gpu.use_device(0);
         let (stream, other, plain) = (gpu.stream(NON_BLOCKING), gpu.stream(NON_BLOCKING), gpu.alloc(4096));
         let pooled = from_the_pool(gpu, other);
@@ -262,8 +258,7 @@ fn a_pool_tells_what_it_has_what_is_used_and_the_most_of_both() {
     const USED: u32 = 7;
     const USED_HIGH: u32 = 8;
     const MIB: u64 = 1 << 20;
-    isolated("a_pool_tells_what_it_has_what_is_used_and_the_most_of_both", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("a_pool_tells_what_it_has_what_is_used_and_the_most_of_both", &[], |gpu| {
         let context = gpu.use_device(0);
         let stream = gpu.stream(NON_BLOCKING);
         let (mut pool, mut large, mut small) = (0, 0, 0);
@@ -304,8 +299,7 @@ fn a_pool_tells_what_it_has_what_is_used_and_the_most_of_both() {
 
 #[test]
 fn an_allocation_ends_at_the_last_byte_that_was_asked_for() {
-    isolated("an_allocation_ends_at_the_last_byte_that_was_asked_for", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("an_allocation_ends_at_the_last_byte_that_was_asked_for", &[], |gpu| {
         gpu.use_device(0);
         let stream = gpu.stream(NON_BLOCKING);
         for bytes in [1, 511, 513, 4096, (1 << 20) + 1] {
@@ -325,8 +319,7 @@ fn an_allocation_ends_at_the_last_byte_that_was_asked_for() {
 
 #[test]
 fn a_capturing_stream_is_not_waited_for_in_any_mode() {
-    isolated("a_capturing_stream_is_not_waited_for_in_any_mode", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("a_capturing_stream_is_not_waited_for_in_any_mode", &[], |gpu| {
         let context = gpu.use_device(0);
         let stream = gpu.stream(NON_BLOCKING);
         for how in combinations() {
@@ -339,8 +332,7 @@ fn a_capturing_stream_is_not_waited_for_in_any_mode() {
 
 #[test]
 fn the_legacy_stream_is_forbidden_while_a_blocking_stream_is_captured() {
-    isolated("the_legacy_stream_is_forbidden_while_a_blocking_stream_is_captured", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("the_legacy_stream_is_forbidden_while_a_blocking_stream_is_captured", &[], |gpu| {
         let context = gpu.use_device(0);
         let stream = gpu.stream(BLOCKING);
         let plain = gpu.alloc(4096);
@@ -367,8 +359,7 @@ fn the_legacy_stream_is_forbidden_while_a_blocking_stream_is_captured() {
 
 #[test]
 fn frees_wait_for_their_context_and_leave_captures_valid() {
-    isolated("frees_wait_for_their_context_and_leave_captures_valid", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("frees_wait_for_their_context_and_leave_captures_valid", &[], |gpu| {
         let context = gpu.use_device(0);
         let (stream, busy) = (gpu.stream(NON_BLOCKING), gpu.stream(NON_BLOCKING));
         let target = gpu.alloc(64);
@@ -407,8 +398,7 @@ fn frees_wait_for_their_context_and_leave_captures_valid() {
 /// the device.
 #[test]
 fn frees_wait_for_a_stream_that_waits_for_a_value() {
-    isolated("frees_wait_for_a_stream_that_waits_for_a_value", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("frees_wait_for_a_stream_that_waits_for_a_value", &[], |gpu| {
         let context = gpu.use_device(0);
         let (gate, busy) = (Gate::new(&gpu), gpu.stream(NON_BLOCKING));
         let page = vec![0u8; 8192];
@@ -458,8 +448,7 @@ fn frees_wait_for_a_stream_that_waits_for_a_value() {
 /// nodes.
 #[test]
 fn a_stream_waits_for_the_given_values() {
-    isolated("a_stream_waits_for_the_given_values", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("a_stream_waits_for_the_given_values", &[], |gpu| {
         let (gate, stream) = (Gate::new(&gpu), gpu.stream(NON_BLOCKING));
         for (condition, value, not_yet, then) in
             [(0, 5, 4, 5), (0, 5, u32::MAX, 6), (1, 5, 6, 5), (2, 0b110, 0b1001, 0b100), (3, !0b11, !0b100, !0b10)]
@@ -491,8 +480,7 @@ fn a_stream_waits_for_the_given_values() {
 /// Only ids distinguish contexts: handles are reused.
 #[test]
 fn a_context_has_an_id_that_no_other_had() {
-    isolated("a_context_has_an_id_that_no_other_had", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("a_context_has_an_id_that_no_other_had", &[], |gpu| {
         let primary = gpu.use_device(0);
         let id = |context| {
             let mut id = 0;
@@ -573,8 +561,7 @@ fn break_context(gpu: Gpu) {
 
 #[test]
 fn after_a_sticky_error_virtual_memory_can_still_be_managed() {
-    isolated("after_a_sticky_error_virtual_memory_can_still_be_managed", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("after_a_sticky_error_virtual_memory_can_still_be_managed", &[], |gpu| {
         let (stream, plain, mapped, reserved) = (gpu.stream(0), gpu.alloc(4096), gpu.map_new(4 * MIB2), gpu.reserve(MIB2));
         let (mut event, mut pinned, mut none, mut size) = (0, 0, 0, 0);
         let page = vec![0u8; 8192];
@@ -637,8 +624,7 @@ fn after_a_sticky_error_virtual_memory_can_still_be_managed() {
 
 #[test]
 fn virtual_memory_survives_a_reset() {
-    isolated("virtual_memory_survives_a_reset", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("virtual_memory_survives_a_reset", &[], |gpu| {
         let context = gpu.use_device(0);
         let (mapped, created, reserved) = (gpu.map_new(MIB2), gpu.create(MIB2), gpu.reserve(MIB2));
         let plain = gpu.alloc(4096);
@@ -670,8 +656,7 @@ fn virtual_memory_survives_a_reset() {
 
 #[test]
 fn what_needs_no_current_context() {
-    isolated("what_needs_no_current_context", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("what_needs_no_current_context", &[], |gpu| {
         let context = gpu.use_device(0);
         let (stream, plain) = (gpu.stream(0), gpu.alloc(64));
         let (mut event, mut none, mut kind) = (0, 0, 0u32);
@@ -703,8 +688,7 @@ fn what_needs_no_current_context() {
 
 #[test]
 fn memory_unmapped_at_the_call_is_an_invalid_value_and_does_no_harm() {
-    isolated("memory_unmapped_at_the_call_is_an_invalid_value_and_does_no_harm", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("memory_unmapped_at_the_call_is_an_invalid_value_and_does_no_harm", &[], |gpu| {
         let stream = gpu.stream(NON_BLOCKING);
         let plain = gpu.alloc(1000);
         let (unmapped, no_access, read_only) = (gpu.reserve(MIB2), gpu.map_new(MIB2), gpu.map_new(MIB2));
@@ -804,8 +788,7 @@ fn access_at(gpu: Gpu, pointer: u64) -> Option<u64> {
 
 #[test]
 fn unmapping_ignores_holes_but_does_not_split_mappings() {
-    isolated("unmapping_ignores_holes_but_does_not_split_mappings", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("unmapping_ignores_holes_but_does_not_split_mappings", &[], |gpu| {
         let base = gpu.reserve(8 * MIB2);
         let at = |index: usize| base + (index * MIB2) as u64;
         let is_mapped = |index| access_at(gpu, at(index)).is_some();
@@ -831,8 +814,7 @@ fn unmapping_ignores_holes_but_does_not_split_mappings() {
 
 #[test]
 fn access_stops_at_the_first_hole() {
-    isolated("access_stops_at_the_first_hole", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("access_stops_at_the_first_hole", &[], |gpu| {
         let base = gpu.reserve(8 * MIB2);
         let at = |index: usize| base + (index * MIB2) as u64;
         let map = |index, count| {
@@ -871,8 +853,7 @@ fn access_stops_at_the_first_hole() {
 /// Observed with driver 580 on an H200.
 #[test]
 fn the_range_of_an_address_is_its_reservation_whatever_is_mapped() {
-    isolated("the_range_of_an_address_is_its_reservation_whatever_is_mapped", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("the_range_of_an_address_is_its_reservation_whatever_is_mapped", &[], |gpu| {
         let base = gpu.reserve(2 * MIB2);
         let range = |at: u64| {
             let (attributes, mut values) = ([11, 12], [9_u64; 2]);
@@ -890,8 +871,7 @@ fn the_range_of_an_address_is_its_reservation_whatever_is_mapped() {
 
 #[test]
 fn only_whole_handles_can_be_mapped() {
-    isolated("only_whole_handles_can_be_mapped", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("only_whole_handles_can_be_mapped", &[], |gpu| {
         let base = gpu.reserve(8 * MIB2);
         let next = base + MIB2 as u64;
         let handle = gpu.create(2 * MIB2);
@@ -930,8 +910,7 @@ fn only_whole_handles_can_be_mapped() {
 
 #[test]
 fn sizes_of_reservations_and_memory() {
-    isolated("sizes_of_reservations_and_memory", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("sizes_of_reservations_and_memory", &[], |gpu| {
         let mut result = 0;
         for wrong in [0, 1, 4096, MIB2 - 1, MIB2 + 1, usize::MAX] {
             fails!(1, gpu.cuMemAddressReserve(&raw mut result, wrong, 0, 0, 0));
@@ -957,8 +936,7 @@ fn sizes_of_reservations_and_memory() {
 
 #[test]
 fn frees_take_only_what_their_kind_allocated() {
-    isolated("frees_take_only_what_their_kind_allocated", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("frees_take_only_what_their_kind_allocated", &[], |gpu| {
         let stream = gpu.stream(NON_BLOCKING);
         let (mapped, unmapped, plain, mut pinned) = (gpu.map_new(MIB2), gpu.reserve(MIB2), gpu.alloc(4096), 0);
         ok!(gpu.cuMemHostAlloc(&raw mut pinned, 64, 0));
@@ -988,8 +966,7 @@ fn frees_take_only_what_their_kind_allocated() {
 
 #[test]
 fn pointers_of_virtual_memory() {
-    isolated("pointers_of_virtual_memory", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("pointers_of_virtual_memory", &[], |gpu| {
         let base = gpu.reserve(4 * MIB2);
         let second = base + MIB2 as u64;
         gpu.put_new(base, MIB2);
@@ -1114,8 +1091,7 @@ fn exit_handlers_from_before_the_first_call_have_no_driver() {
 
 #[test]
 fn nvml_takes_a_uuid_with_and_without_its_prefix() {
-    isolated("nvml_takes_a_uuid_with_and_without_its_prefix", &[("SIMGPU_DEVICES", "2")], || {
-        let gpu = Gpu::start();
+    on_gpu("nvml_takes_a_uuid_with_and_without_its_prefix", &[("SIMGPU_DEVICES", "2")], |gpu| {
         let (mut device, mut found, mut text) = (0, 0, [0; 96]);
         ok!(gpu.nvmlInit_v2());
         ok!(gpu.nvmlDeviceGetHandleByIndex_v2(1, &raw mut device));

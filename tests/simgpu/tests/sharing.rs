@@ -5,7 +5,7 @@
 
 #[macro_use]
 mod common;
-use common::{Access, Gpu, Ipc, MIB2, Prop, Scratch, command, isolated, prop};
+use common::{Access, Gpu, Ipc, MIB2, Prop, Scratch, command, isolated, on_gpu, prop};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsRawFd;
@@ -188,8 +188,7 @@ fn directory() -> String {
 
 #[test]
 fn only_exportable_memory_is_exported_and_imported() {
-    isolated("only_exportable_memory_is_exported_and_imported", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("only_exportable_memory_is_exported_and_imported", &[], |gpu| {
         let (mut supported, mut handle, mut file) = (0, 0, 0);
         ok!(gpu.cuDeviceGetAttribute(&raw mut supported, 103, 0));
         assert_eq!(supported, 1);

@@ -5,7 +5,7 @@
 
 #[macro_use]
 mod common;
-use common::{Gate, Gpu, LONG_MS, MIB2, isolated};
+use common::{Gate, Gpu, LONG_MS, MIB2, isolated, on_gpu};
 use std::ffi::c_void;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -15,8 +15,7 @@ const NON_BLOCKING: u32 = 1;
 
 #[test]
 fn work_is_asynchronous_and_in_order() {
-    isolated("work_is_asynchronous_and_in_order", &[("SIMGPU_OP_DELAY_MS", "30")], || {
-        let gpu = Gpu::start();
+    on_gpu("work_is_asynchronous_and_in_order", &[("SIMGPU_OP_DELAY_MS", "30")], |gpu| {
         let (stream, pointer) = (gpu.stream(NON_BLOCKING), gpu.alloc(4096));
         let mut pinned = 0;
         ok!(gpu.cuMemHostAlloc(&raw mut pinned, 4096, 0));
@@ -67,8 +66,7 @@ fn copies_between_host_and_device_share_a_link() {
 
 #[test]
 fn pageable_memory_is_no_longer_used_when_the_call_returns() {
-    isolated("pageable_memory_is_no_longer_used_when_the_call_returns", &[("SIMGPU_OP_DELAY_MS", "20")], || {
-        let gpu = Gpu::start();
+    on_gpu("pageable_memory_is_no_longer_used_when_the_call_returns", &[("SIMGPU_OP_DELAY_MS", "20")], |gpu| {
         let (stream, pointer) = (gpu.stream(NON_BLOCKING), gpu.alloc(4096));
         let mut buffer = [7u8; 4096];
         ok!(gpu.cuMemcpyHtoDAsync_v2(pointer, buffer.as_ptr() as u64, 4096, stream));
@@ -81,8 +79,7 @@ fn pageable_memory_is_no_longer_used_when_the_call_returns() {
 
 #[test]
 fn the_legacy_stream_waits_for_blocking_streams() {
-    isolated("the_legacy_stream_waits_for_blocking_streams", &[("SIMGPU_OP_DELAY_MS", "40")], || {
-        let gpu = Gpu::start();
+    on_gpu("the_legacy_stream_waits_for_blocking_streams", &[("SIMGPU_OP_DELAY_MS", "40")], |gpu| {
         let pointer = gpu.alloc(4096);
         let (blocking, other, gate) = (gpu.stream(0), gpu.stream(NON_BLOCKING), Gate::new(&gpu));
         ok!(gpu.cuMemsetD8Async(pointer, 5, 4096, blocking));
@@ -104,8 +101,7 @@ fn the_legacy_stream_waits_for_blocking_streams() {
 
 #[test]
 fn events_order_streams() {
-    isolated("events_order_streams", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("events_order_streams", &[], |gpu| {
         let pointer = gpu.alloc(4096);
         let (first, second) = (gpu.stream(NON_BLOCKING), gpu.stream(NON_BLOCKING));
         let (mut start, mut end) = (0, 0);
@@ -161,8 +157,7 @@ unsafe extern "C" fn notes_its_arguments(stream: u64, code: u32, data: *mut c_vo
 /// Callbacks are called in stream order, also after an error, which they are told.
 #[test]
 fn callbacks_are_called_even_after_an_error() {
-    isolated("callbacks_are_called_even_after_an_error", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("callbacks_are_called_even_after_an_error", &[], |gpu| {
         let stream = gpu.stream(NON_BLOCKING);
         let mut seen = Mutex::new(Vec::<(u64, u32)>::new());
         let data = (&raw mut seen).cast();
@@ -190,8 +185,7 @@ fn callbacks_are_called_even_after_an_error() {
 
 #[test]
 fn freeing_in_a_stream_is_in_order() {
-    isolated("freeing_in_a_stream_is_in_order", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("freeing_in_a_stream_is_in_order", &[], |gpu| {
         gpu.slow_down(LONG_MS);
         let stream = gpu.stream(NON_BLOCKING);
         let mut pointer = 0;
@@ -207,8 +201,7 @@ fn freeing_in_a_stream_is_in_order() {
 
 #[test]
 fn a_graph_replays_what_was_captured() {
-    isolated("a_graph_replays_what_was_captured", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("a_graph_replays_what_was_captured", &[], |gpu| {
         let (stream, fork) = (gpu.stream(NON_BLOCKING), gpu.stream(NON_BLOCKING));
         let (from, to) = (gpu.map_new(MIB2), gpu.map_new(MIB2));
         let mut pinned = 0;
@@ -270,8 +263,7 @@ fn a_graph_replays_what_was_captured() {
 
 #[test]
 fn a_capture_forbids_unsafe_calls() {
-    isolated("a_capture_forbids_unsafe_calls", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("a_capture_forbids_unsafe_calls", &[], |gpu| {
         let stream = gpu.stream(NON_BLOCKING);
         let context = gpu.use_device(0);
         let mut graph = 9;
@@ -341,8 +333,7 @@ fn a_capture_forbids_unsafe_calls() {
 /// As the real driver does: a pool keeps freed memory for the next allocations of its stream, and gives it back at a synchronisation.
 #[test]
 fn a_pool_reuses_memory_in_stream_order_and_gives_it_back_at_a_synchronisation() {
-    isolated("a_pool_reuses_memory_in_stream_order_and_gives_it_back_at_a_synchronisation", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("a_pool_reuses_memory_in_stream_order_and_gives_it_back_at_a_synchronisation", &[], |gpu| {
         let (stream, other, mut pool, mut event) = (gpu.stream(NON_BLOCKING), gpu.stream(NON_BLOCKING), 0, 0);
         ok!(gpu.cuEventCreate(&raw mut event, 0));
         let from = |stream| {
@@ -384,8 +375,7 @@ fn a_pool_reuses_memory_in_stream_order_and_gives_it_back_at_a_synchronisation()
 
 #[test]
 fn a_new_stream_may_get_the_handle_of_a_destroyed_one_but_not_its_id() {
-    isolated("a_new_stream_may_get_the_handle_of_a_destroyed_one_but_not_its_id", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("a_new_stream_may_get_the_handle_of_a_destroyed_one_but_not_its_id", &[], |gpu| {
         let id = |stream| {
             let mut id = 0;
             ok!(gpu.cuStreamGetId(stream, &raw mut id));

@@ -5,7 +5,7 @@
 
 #[macro_use]
 mod common;
-use common::{Gate, Gpu, MIB2, Scratch, command, isolated, start_until};
+use common::{Gate, Gpu, MIB2, Scratch, command, isolated, on_gpu, start_until};
 use std::ffi::{CStr, CString, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::sleep;
@@ -59,8 +59,7 @@ fn second_rank() {
 #[test]
 fn a_collective_ends_when_all_processes_join_and_never_if_one_has_died() {
     let scratch = Scratch::new("collective");
-    isolated("a_collective_ends_when_all_processes_join_and_never_if_one_has_died", &[("SIMGPU_DIR", scratch.text())], || {
-        let gpu = Gpu::start();
+    on_gpu("a_collective_ends_when_all_processes_join_and_never_if_one_has_died", &[("SIMGPU_DIR", scratch.text())], |gpu| {
         let (function, address, stream) = (gpu.kernel("simgpu_collective"), gpu.alloc(8), gpu.stream(NON_BLOCKING));
         gpu.store(address, 2);
         assert_eq!(gpu.collective(function, 0, 2, address, stream), 0);
@@ -86,8 +85,7 @@ fn a_collective_ends_when_all_processes_join_and_never_if_one_has_died() {
 
 #[test]
 fn a_machine_of_one_process_has_no_collectives() {
-    isolated("a_machine_of_one_process_has_no_collectives", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("a_machine_of_one_process_has_no_collectives", &[], |gpu| {
         assert_eq!(gpu.collective(gpu.kernel("simgpu_collective"), 0, 1, gpu.alloc(8), 0), 801);
     });
 }
@@ -95,8 +93,7 @@ fn a_machine_of_one_process_has_no_collectives() {
 /// Its memory must stay while it runs.
 #[test]
 fn a_persistent_kernel_ends_when_its_word_is_set() {
-    isolated("a_persistent_kernel_ends_when_its_word_is_set", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("a_persistent_kernel_ends_when_its_word_is_set", &[], |gpu| {
         let (function, stream, mut word) = (gpu.kernel("simgpu_persistent"), gpu.stream(NON_BLOCKING), 0_u64);
         ok!(gpu.cuMemHostAlloc(&raw mut word, 4, 0));
         let (pointer, bytes) = (gpu.reserve(MIB2), MIB2 as u64);
@@ -181,8 +178,7 @@ fn current(gpu: &Gpu) -> u64 {
 /// As measured with driver 580 on an H100.
 #[test]
 fn which_calls_wait_and_whom_they_hold_up() {
-    isolated("which_calls_wait_and_whom_they_hold_up", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("which_calls_wait_and_whom_they_hold_up", &[], |gpu| {
         let page = vec![0_u8; 8192];
         let page = (page.as_ptr() as u64).next_multiple_of(4096);
         ok!(gpu.cuMemHostRegister_v2(page, 4096, 0));
@@ -265,8 +261,7 @@ fn the_end_of_a_context_waits_for_all_work_of_its_device_and_holds_nobody_up() {
 /// A function that came with a later version of CUDA is missing.
 #[test]
 fn an_older_driver_has_fewer_functions() {
-    isolated("an_older_driver_has_fewer_functions", &[("SIMGPU_CUDA", "12.4")], || {
-        let gpu = Gpu::start();
+    on_gpu("an_older_driver_has_fewer_functions", &[("SIMGPU_CUDA", "12.4")], |gpu| {
         let (context, mut event) = (current(&gpu), 0);
         ok!(gpu.cuEventCreate(&raw mut event, 2));
         ok!(gpu.cuCtxGetId(context, &mut 0));
@@ -277,8 +272,7 @@ fn an_older_driver_has_fewer_functions() {
 /// A launch that waits for room in a stream's queue holds the context's lock.
 #[test]
 fn a_launch_on_a_full_stream_holds_others_up() {
-    isolated("a_launch_on_a_full_stream_holds_others_up", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("a_launch_on_a_full_stream_holds_others_up", &[], |gpu| {
         let (context, gate, mut module, mut nothing) = (current(&gpu), Gate::new(&gpu), 0, 0);
         ok!(gpu.cuModuleLoadData(&raw mut module, EMPTY.as_ptr()));
         ok!(gpu.cuModuleGetFunction(&raw mut nothing, module, c"nothing".as_ptr()));
@@ -334,8 +328,7 @@ fn a_call_that_waits_holds_up_its_own_context_alone() {
 
 #[test]
 fn an_event_of_a_context_happens_when_all_work_so_far_is_done() {
-    isolated("an_event_of_a_context_happens_when_all_work_so_far_is_done", &[], || {
-        let gpu = Gpu::start();
+    on_gpu("an_event_of_a_context_happens_when_all_work_so_far_is_done", &[], |gpu| {
         let (context, mut event) = (current(&gpu), 0);
         ok!(gpu.cuEventCreate(&raw mut event, 2));
         ok!(gpu.cuCtxRecordEvent(context, event));

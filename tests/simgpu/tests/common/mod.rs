@@ -19,7 +19,7 @@ use std::process::{Child, Command, Stdio};
 const INSIDE: &str = "SIMGPU_TEST_INSIDE";
 
 /// Runs a test's body in a process of its own, because the driver's state is per process and the environment is read once.
-pub fn isolated(test: &str, environment: &[(&str, &str)], body: fn()) {
+pub fn isolated(test: &str, environment: &[(&str, &str)], body: impl FnOnce()) {
     if std::env::var_os(INSIDE).is_some() {
         body();
         return;
@@ -32,6 +32,11 @@ pub fn isolated(test: &str, environment: &[(&str, &str)], body: fn()) {
         String::from_utf8_lossy(&output.stdout),
         String::from_utf8_lossy(&output.stderr)
     );
+}
+
+/// The same with the driver, initialised.
+pub fn on_gpu(test: &str, environment: &[(&str, &str)], body: impl FnOnce(Gpu)) {
+    isolated(test, environment, || body(Gpu::start()));
 }
 
 /// A process that runs another test's body, or a part of this one (see [`part`]).
