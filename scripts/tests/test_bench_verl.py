@@ -24,19 +24,6 @@ from vramctl import errors  # noqa: E402
 
 GIB = 1 << 30
 
-#: As verl's console logger and Ray print them: `concat_dict_to_str` with `pprint.pformat` of Python's and numpy's numbers.
-CONSOLE = (
-    "\x1b[36m(TaskRunner pid=812)\x1b[0m ray init kwargs: {'num_cpus': 14}\n"
-    "\x1b[36m(TaskRunner pid=812)\x1b[0m Total steps: 3, num_warmup_steps: 0\n"
-    "\x1b[36m(TaskRunner pid=812)\x1b[0m Training Progress:  33%|███▎      | 1/3 [00:20<00:40, 20.1s/it]\r"
-    "\x1b[36m(TaskRunner pid=812)\x1b[0m step:1 - global_seqlen/min:78621 - actor/pg_loss:np.float64(-0.0012) - actor/grad_norm:0.5"
-    " - critic/rewards/mean:0.4912 - perf/mfu/actor:np.float32(0.31) - actor/lr:1e-06 - timing_s/gen:12.5 - timing_s/update_actor:4.25"
-    " - val-core/made/reward/mean@1:np.float64(nan) - timing_s/step:20.0 - training/epoch:0\n"
-    "(WorkerDict pid=900) vramctl: paused actor_params: 3.00 GiB in 60 ms - kept\n"
-    "step:2 - actor/pg_loss:2.5e-05 - timing_s/gen:10.0 - timing_s/step:16.0\n"
-)
-
-
 def event(what, began, seconds=1.0, **more):
     return {
         "what": what,
@@ -50,22 +37,6 @@ def event(what, began, seconds=1.0, **more):
 
 
 class Reading(unittest.TestCase):
-    def test_the_console(self):
-        steps = report.from_console(CONSOLE)
-        self.assertEqual(sorted(steps), [1, 2])
-        first = steps[1]
-        wanted = {
-            "global_seqlen/min": 78621,
-            "actor/pg_loss": -0.0012,
-            "timing_s/gen": 12.5,
-            "actor/lr": 1e-06,
-            "training/epoch": 0,
-        }
-        self.assertEqual({name: first[name] for name in wanted}, wanted)
-        self.assertAlmostEqual(first["perf/mfu/actor"], 0.31)
-        self.assertNotEqual(first["val-core/made/reward/mean@1"], first["val-core/made/reward/mean@1"], "not a number")
-        self.assertEqual(steps[2], {"actor/pg_loss": 2.5e-05, "timing_s/gen": 10.0, "timing_s/step": 16.0})
-
     def test_the_file_and_a_last_line_that_is_cut_off(self):
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "metrics.jsonl"

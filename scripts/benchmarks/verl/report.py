@@ -6,7 +6,6 @@ import hashlib
 import json
 import operator
 import pathlib
-import re
 import statistics
 
 from benchmarks.verl import fit
@@ -62,31 +61,8 @@ ROWS = ("seconds", PEAK, "host, the job's processes", "host, pinned by torch, be
 
 # ---- reading ----
 
-_STEP = re.compile(r"(?:^|[\s\x1b\]m])step:(\d+) - (\S.*)")
-_NUMBER = re.compile(r"^(?:np\.\w+\()?([-+]?(?:\d[\d_.]*(?:e[-+]?\d+)?|nan|inf))\)?$", re.IGNORECASE)
-
-
-def number(text):
-    """A number as `pprint` writes it, with numpy's type or not; None if it is none."""
-    found = _NUMBER.match(text.strip())
-    return float(found[1]) if found else None
-
-
-def from_console(text):
-    """The metrics of each step in verl's console output, which Ray may prefix and color: {step: {name: value}}."""
-    steps = {}
-    for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;]*m", "", text)):
-        found = _STEP.search(line)
-        if found is None:
-            continue
-        pairs = [item.rpartition(":") for item in re.split(r" - (?=[^\s:]+:)", found[2])]
-        metrics = {name: number(value) for name, _, value in pairs}
-        steps[int(found[1])] = {name: value for name, value in metrics.items() if name and value is not None}
-    return steps
-
-
 def from_file(path):
-    """The same from verl's logger `file`."""
+    """The metrics of each step, from verl's logger `file`: {step: {name: value}}."""
     steps = {}
     for line in lines(path):
         data = {name: value for name, value in line["data"].items() if isinstance(value, (int, float))}

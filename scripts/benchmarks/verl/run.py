@@ -433,7 +433,7 @@ class Bench:
         took = time.monotonic() - began
         self.wait_for_gpu(machine, before)
         return {
-            "steps": report.from_file(place / "metrics.jsonl") or report.from_console((place / "log").read_text(errors="replace")),
+            "steps": report.from_file(place / "metrics.jsonl"),
             "events": report.events(place / "events"),
             "tokens": report.tokens(place / "answers"),
             "samples": machine.samples,
