@@ -108,10 +108,3 @@ fn the_same_failure_has_the_same_code_as_json() {
         assert_eq!((&error["code"], &error["pids"]), (&json!("several_processes"), &pids), "{error}");
     }
 }
-
-/// They are for programs, or for the project.
-#[test]
-fn help_leaves_out_what_nobody_types() {
-    let help = Machine::without_gpus().vramctl("--help").out;
-    assert!(help.contains("gpus") && !help.contains("python-path") && !help.contains("operate"), "{help}");
-}
