@@ -5,30 +5,18 @@
 mod common;
 
 use common::machine::{Machine, Ran};
-use common::{
-    Gpu, MIB, Stream, compile, free, library, malloc, malloc_tagged, own_folder, pattern, pause, read, resume, set_device, write,
-};
+use common::{Gpu, MIB, Stream, built, free, library, malloc, malloc_tagged, pattern, pause, read, resume, set_device, write};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::path::Path;
 use vramctl_backup::HOST_PIECE;
 use vramctl_core::memory::Memory;
 use vramctl_intercept::{hooks, launch, tms};
-
-fn program() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let program = own_folder().join("copies");
-        compile(&program, &["copies.c"], &[]);
-        program
-    })
-}
 
 /// What each copy has answered and changed.
 fn table(arguments: &[&str], managed: bool, has_path: bool) -> BTreeMap<String, String> {
     let (machine, library) = (Machine::with(2, "256M"), library());
     let preloaded: &[&Path] = if managed { &[&library] } else { &[] };
-    let mut command = machine.preloaded(preloaded, program(), arguments);
+    let mut command = machine.preloaded(preloaded, built("copies", "copies.c", &[]), arguments);
     command.env("VRAMCTL_TAG", "default");
     if !has_path {
         command.env("SIMGPU_NO_P2P", "1");

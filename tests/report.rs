@@ -16,7 +16,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, Once, OnceLock};
+use std::sync::{Mutex, Once};
 use std::time::{Duration, Instant};
 use std::{env, mem, ptr, thread};
 use vramctl_core::cache::{self, Segment};
@@ -89,14 +89,8 @@ struct Library {
 
 impl Library {
     fn new(name: &str) -> Self {
-        static COMPILED: OnceLock<PathBuf> = OnceLock::new();
-        let compiled = COMPILED.get_or_init(|| {
-            let library = common::own_folder().join("libasks.so");
-            common::compile(&library, &["asks.c"], &SHARED);
-            library
-        });
         let library = common::own_folder().join(name);
-        fs::copy(compiled, &library).unwrap();
+        fs::copy(common::built("libasks.so", "asks.c", &SHARED), &library).unwrap();
         let path = CString::new(library.to_str().unwrap()).unwrap();
         unsafe {
             let opened = libc::dlopen(path.as_ptr(), libc::RTLD_NOW);

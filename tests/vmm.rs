@@ -596,8 +596,7 @@ fn a_descriptor_is_claimed_only_by_whoever_gets_the_memory() {
 fn multicast() -> &'static AtomicI32 {
     static ANSWER: OnceLock<usize> = OnceLock::new();
     let answer = ANSWER.get_or_init(|| {
-        let built = common::own_folder().join("libmulticast.so");
-        common::compile(&built, &["multicast.c"], &SHARED);
+        let built = common::built("libmulticast.so", "multicast.c", &SHARED);
         let path = CString::new(built.to_str().unwrap()).unwrap();
         let answer = unsafe { libc::dlsym(libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL), c"multicast_answer".as_ptr()) };
         assert!(!answer.is_null());

@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
 	cat <<'HELP'
-Builds the sample programs of tests/apps: allocates, answers, churn, copies, engine,
+Builds the sample programs of tests/apps: allocates, churn, copies, engine,
 engine_regions, guest, handlers, hog, overhead, overhead_driver, odd, stream_ordered, torture, trainer,
 and copies engine.py beside them.
 
@@ -102,7 +102,6 @@ If libcudart is missing, give its folder as the second argument."
 compile engine engine.c engine_core.c pattern.c
 compile engine_regions engine_regions.c engine_core.c pattern.c
 compile allocates allocates.c
-compile answers answers.c
 compile churn churn.c
 compile guest guest.c
 compile handlers handlers.c

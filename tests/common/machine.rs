@@ -12,7 +12,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Output, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::descriptors::{self, Passed};
@@ -135,12 +135,7 @@ impl Machine {
 
     /// A command of the command line that gets only so many threads (`tests/apps/few_threads.c`). A hang ends it.
     pub fn with_few_threads(&self, threads: usize, words: &str) -> Command {
-        static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
-        let library = LIBRARY.get_or_init(|| {
-            let library = super::own_folder().join("few_threads.so");
-            super::compile(&library, &["few_threads.c"], &super::SHARED);
-            library
-        });
+        let library = super::built("few_threads.so", "few_threads.c", &super::SHARED);
         let preload = format!("LD_PRELOAD={}", library.display());
         let arguments: Vec<_> = ["-k", "5", "60", "env", &preload, super::command_line()].into_iter().chain(words.split(' ')).collect();
         let mut command = self.command("timeout", &arguments);

@@ -227,6 +227,17 @@ pub fn compile(built: &Path, sources: &[&str], options: &[&str]) {
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }
 
+/// The same, once, in this process's own directory: another test's program may be using it.
+pub fn built(name: &str, source: &str, options: &[&str]) -> PathBuf {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _alone = ONE_AT_A_TIME.lock().unwrap();
+    let built = own_folder().join(name);
+    if !built.exists() {
+        compile(&built, &[source], options);
+    }
+    built
+}
+
 /// A directory for `LD_LIBRARY_PATH`, with the simulated libraries under the names that programs load.
 pub fn simulated_libraries() -> &'static Path {
     static LINKED: OnceLock<PathBuf> = OnceLock::new();

@@ -1,22 +1,12 @@
 //! What a program is told and what it is refused: with the library as without it. The sample program `answers` asks.
 
 use crate::common::machine::{Machine, Ran};
-use crate::common::{compile, library, own_folder};
-use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
-
-fn program() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let program = own_folder().join("answers");
-        compile(&program, &["answers.c"], &[]);
-        program
-    })
-}
+use crate::common::{built, library};
+use std::path::Path;
 
 fn lines(part: &str, preloaded: &[&Path]) -> Vec<String> {
     let machine = Machine::with(2, "1G");
-    let mut command = machine.preloaded(preloaded, program(), &[part]);
+    let mut command = machine.preloaded(preloaded, built("answers", "answers.c", &[]), &[part]);
     command.env("VRAMCTL_TAG", "default");
     Ran::of(&mut command).expect(0, "", "").out.lines().map(str::to_owned).collect()
 }

@@ -2,13 +2,12 @@
 
 use crate::common;
 use crate::common::machine::{Machine, Program, Ran};
-use crate::common::{SHARED, compile, own_folder, programs};
+use crate::common::{SHARED, built, compile, own_folder, programs};
 use serde_json::json;
 use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
 
@@ -24,24 +23,12 @@ impl Program {
     }
 }
 
-/// A library of `tests/apps`, built once: another test's program may be loading it.
-fn library(source: &str) -> PathBuf {
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _alone = ONE_AT_A_TIME.lock().unwrap();
-    let built = own_folder().join(source).with_extension("so");
-    if built.exists() {
-        return built;
-    }
-    compile(&built, &[source], &SHARED);
-    built
-}
-
 /// The end of a thread unwinds its stack. Rust aborts the process if that meets what catches its panics.
 #[test]
 fn threads_are_cancelled_in_the_drivers_functions() {
     let machine = Machine::new();
     let mut command = machine.command(programs().join("guest"), &["cancelled"]);
-    let preloaded = format!("{}:{}", common::library().display(), library("waits.c").display());
+    let preloaded = format!("{}:{}", common::library().display(), built("waits.so", "waits.c", &SHARED).display());
     Ran::of(command.env("LD_PRELOAD", preloaded)).expect(0, "ok", "");
 }
 
@@ -332,7 +319,8 @@ struct Interrupted {
 impl Interrupted {
     fn start() -> Self {
         let machine = Machine::new();
-        let program = machine.start_with("handlers", "handlers", |command| _ = command.env("LD_PRELOAD", library("counts.c")));
+        let program =
+            machine.start_with("handlers", "handlers", |command| _ = command.env("LD_PRELOAD", built("counts.so", "counts.c", &SHARED)));
         Self { machine, program }
     }
 

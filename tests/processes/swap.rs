@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -560,12 +560,7 @@ impl SmallHost {
 
     /// The program of this command joins it.
     pub fn join(&self, command: &mut Command) {
-        static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
-        let library = LIBRARY.get_or_init(|| {
-            let library = common::own_folder().join("small_host.so");
-            common::compile(&library, &["small_host.c"], &common::SHARED);
-            library
-        });
+        let library = common::built("small_host.so", "small_host.c", &common::SHARED);
         command.env("LD_PRELOAD", library).env("VRAMCTL_KEEPER_PRELOAD", library).env("SMALL_HOST", &self.folder);
     }
 

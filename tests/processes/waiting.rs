@@ -1,12 +1,10 @@
 //! What a program that shares its GPU waits for (`vramctl run --share`), and what it does not.
 
 use crate::common::machine::{Machine, Program};
-use crate::common::{compile, eventually, own_folder, patiently, programs};
+use crate::common::{built, eventually, patiently, programs};
 use serde_json::{Value, json};
 use std::fs::{self, File};
-use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::OnceLock;
 use std::thread;
 use std::time::Duration;
 
@@ -34,17 +32,12 @@ fn idle(machine: &Machine, mib: u32) -> Program {
 }
 
 /// The program of `tests/apps/room.c`.
-fn room() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let program = own_folder().join("room");
-        compile(&program, &["room.c"], &["-l:libcuda.so.1", "-l:libcudart.so.13"]);
-        program
-    })
+fn room() -> String {
+    built("room", "room.c", &["-l:libcuda.so.1", "-l:libcudart.so.13"]).into_os_string().into_string().unwrap()
 }
 
 fn asking(machine: &Machine) -> Program {
-    Program::ready(&mut sharing(machine, "asking", &[room().to_str().unwrap()]))
+    Program::ready(&mut sharing(machine, "asking", &[&room()]))
 }
 
 fn view(machine: &Machine) -> Value {
@@ -128,8 +121,8 @@ fn questions_about_work_are_no_calls() {
 fn what_can_never_fit_is_out_of_memory() {
     let machine = crowded();
     let mut idle = idle(&machine, 48);
-    let room = room().to_str().unwrap();
-    let mut command = machine.cli(&["run", "--share", "--name", "asking", "--no-python", "--limit", "40M", "--", room]);
+    let room = room();
+    let mut command = machine.cli(&["run", "--share", "--name", "asking", "--no-python", "--limit", "40M", "--", &room]);
     let mut asking = Program::ready(&mut command);
     assert_eq!(asking.ask("first"), "0");
     for request in ["take 44", "order 44", "take 200"] {
@@ -150,7 +143,7 @@ fn what_can_never_fit_is_out_of_memory() {
 fn how_a_running_program_shares_can_be_changed() {
     let machine = crowded();
     let mut idle = idle(&machine, 48);
-    let room = room().to_str().unwrap();
+    let room = &room();
     let mut command = machine.cli(&["run", "--share", "--name", "asking", "--no-python", "--limit", "40M", "--", room]);
     let mut asking = Program::ready(&mut command);
     assert_eq!([asking.ask("first"), asking.ask("take 44"), asking.ask("error")], ["0", "2", "2"]);
@@ -189,7 +182,7 @@ fn a_program_says_how_long_it_waits_while_nobody_can_give_way() {
         assert_eq!(capturing.ask(request), "0", "{request}");
     }
     let log = machine.folder.path().join("log");
-    let mut command = machine.cli(&["run", "--share", "--name", "hasty", "--no-python", "--wait", "1", "--", room().to_str().unwrap()]);
+    let mut command = machine.cli(&["run", "--share", "--name", "hasty", "--no-python", "--wait", "1", "--", &room()]);
     let mut hasty = Program::ready(command.stderr(File::create(&log).unwrap()));
     assert_eq!([hasty.ask("first"), hasty.ask("take 40")], ["0", "2"]);
     let log = fs::read_to_string(log).unwrap();
@@ -211,7 +204,7 @@ fn a_program_that_grows_makes_others_give_way_seldom() {
     while !full() {
         assert_eq!(idle.ask("take 2"), "0");
     }
-    let mut growing = Program::ready(&mut sharing(&machine, "growing", &[room().to_str().unwrap()]));
+    let mut growing = Program::ready(&mut sharing(&machine, "growing", &[&room()]));
     assert_eq!(growing.ask("first"), "0");
     let changes = || metric(&machine, "vramctl_share_changes_total{outcome=\"changed\"}");
     let before = changes();
@@ -282,7 +275,7 @@ fn a_program_that_is_away_ends_as_it_would_alone() {
         let machine = crowded();
         let mut idle = idle(&machine, 48);
         // A call of the library's during the driver's end, or after it, would abort the program.
-        let mut asking = Program::ready(sharing(&machine, "asking", &[room().to_str().unwrap()]).env("SIMGPU_END_MS", "20"));
+        let mut asking = Program::ready(sharing(&machine, "asking", &[&room()]).env("SIMGPU_END_MS", "20"));
         for request in ["first", "take 40", request] {
             assert_eq!(asking.ask(request), "0", "{request}");
         }
