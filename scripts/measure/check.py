@@ -3,7 +3,7 @@
 import contextlib
 import time
 
-from measure.child import Deadline
+from measure.child import Deadline, Failed
 from measure.run import Run
 
 #: What the other process uses of a GPU that has more.
@@ -76,3 +76,11 @@ class Check(Run):
     def other_gib(self):
         """What the other process uses if nobody says."""
         return min(MOST_OTHER_GIB, most_gib_of(int(self.gpu("memory.total"))))
+
+    def states(self, name):
+        """The tags of a program in `vramctl status`."""
+        code, answer, text, _ = self.vramctl("status", name)
+        tags = dig(answer, "tags")
+        if code != 0 or not isinstance(tags, list):
+            raise Failed(f"vramctl status {name}: exit code {code}: {text}")
+        return {tag["tag"]: tag for tag in tags}

@@ -406,7 +406,7 @@ class Script(unittest.TestCase):
                     with open(os.environ["SETTINGS"], "a") as file:
                         print(json.dumps({name: value for name, value in os.environ.items() if name.startswith("VRAMCTL_")}), file=file)
                     # The part `hold`.
-                    if "VLLM_ENABLE_V1_MULTIPROCESSING" in os.environ:
+                    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
                         sys.exit("".join(f"vramctl[7]: info: line {number}\\n" for number in range(20)))
                     assert settings["tensor_parallel_size"] == int(os.environ.get("GPUS", 1))
                 def reset_prefix_cache(self): pass
