@@ -561,7 +561,7 @@ impl SmallHost {
     /// The program of this command joins it.
     pub fn join(&self, command: &mut Command) {
         let library = common::built("small_host.so", "small_host.c", &common::SHARED);
-        command.env("LD_PRELOAD", library).env("VRAMCTL_KEEPER_PRELOAD", library).env("SMALL_HOST", &self.folder);
+        command.env("LD_PRELOAD", &library).env("VRAMCTL_KEEPER_PRELOAD", &library).env("SMALL_HOST", &self.folder);
     }
 
     /// Anonymous memory of its programs, as the kernel counts it. What passes from one to the other between two looks is not counted twice.

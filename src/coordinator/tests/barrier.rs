@@ -424,7 +424,7 @@ fn planned() {
     let seconds = |field: &str, otherwise: f64| wanted[field].as_f64().unwrap_or(otherwise);
     let (ranks, nodes) = (count("ranks"), count("nodes"));
     for seed in 0..count("runs") {
-        let planned = Planned { ranks: ranks / nodes, tree: count("tree"), gap: seconds("gap", 1.0) };
+        let planned = Planned { ranks: ranks / nodes, gap: seconds("gap", 1.0) };
         let save = seconds("save", 0.0);
         let conditions = Conditions { save, lost: seconds("lost", 0.0), planned: Some(planned), ..Conditions::default() };
         let mut world = World::new(nodes, seed as u64, conditions);

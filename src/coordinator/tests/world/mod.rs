@@ -18,7 +18,8 @@ pub struct Random(u64);
 
 impl Random {
     pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+        // Another factor than below: each seed's numbers would be the one's before it without the first.
+        Self(seed.wrapping_mul(0x2545_f491_4f6c_dd1d))
     }
 
     pub fn next(&mut self) -> u64 {
@@ -78,8 +79,6 @@ pub struct Conditions {
 #[derive(Debug, Clone)]
 pub struct Planned {
     pub ranks: usize,
-    /// To how many agents each passes on what comes. 0: the driver speaks with all of them.
-    pub tree: usize,
     /// Seconds from one collective to the next.
     pub gap: f64,
 }
@@ -448,28 +447,17 @@ impl World {
         if self.random.happens(chance) { -mean * (1.0 - self.random.fraction()).ln() } else { 0.0 }
     }
 
-    /// A message between a driver and a node, whose number is its place in a tree.
-    fn send(&mut self, node: usize, is_answer: bool, event: Event) {
+    /// A message between a driver and a node.
+    fn send(&mut self, is_answer: bool, event: Event) {
         self.messages += 1;
-        let Some(Planned { tree, .. }) = self.conditions.planned else { return self.later(self.conditions.way, event) };
-        let mut arrives = self.now;
-        if tree == 0 {
-            let way = self.planned_way();
-            // The driver's processor sends one after the other, and reads one answer after the other.
-            let ready = if is_answer { self.now + way } else { self.now };
-            self.free_at = self.free_at.max(ready) + seconds(SEND);
-            arrives = if is_answer { self.free_at } else { self.free_at + way };
-        } else {
-            // Each agent passes on what comes. On the way back, agents add up what comes from below, which is taken to cost nothing.
-            let mut place = node + 1;
-            while place > 0 {
-                let nth = (place - 1) % tree;
-                place = (place - 1) / tree;
-                let sent = if is_answer { 0.0 } else { SEND * (nth + 1) as f64 };
-                arrives += seconds(sent) + self.planned_way();
-            }
+        if self.conditions.planned.is_none() {
+            return self.later(self.conditions.way, event);
         }
-        self.at(arrives, event);
+        let way = self.planned_way();
+        // The driver's processor sends one after the other, and reads one answer after the other.
+        let ready = if is_answer { self.now + way } else { self.now };
+        self.free_at = self.free_at.max(ready) + seconds(SEND);
+        self.at(if is_answer { self.free_at } else { self.free_at + way }, event);
     }
 
     fn planned_way(&mut self) -> Time {
@@ -654,7 +642,7 @@ impl World {
             self.at(noticed, Event::Hears(driver, Told::Gone { node: say.node }));
         } else if !self.loses() {
             let key = (driver, say.attempt);
-            self.send(node, false, Event::Arrives(node, say, key));
+            self.send(false, Event::Arrives(node, say, key));
         }
     }
 
@@ -669,7 +657,7 @@ impl World {
             }
             return;
         }
-        self.send(node, true, Event::Hears(driver, told(reply)));
+        self.send(true, Event::Hears(driver, told(reply)));
     }
 
     fn look(&self, driver: usize, node: usize) -> Looked {
