@@ -1,10 +1,9 @@
-"""Two models in two processes take turns on one GPU that need not fit both.
+"""Two models in two processes share one GPU that need not fit both, and neither gives a command.
 
     python examples/two_models.py [GIB]
 
-Starts both under `vramctl run` with GIB of weights each (default: as much as GPU and host memory allow, as both are paused at
-times) and queries them in turn, always with the other one paused. This works for any program that can be kept idle; ask an
-engine with an HTTP interface first whether it has requests in flight (docs/engines.md).
+Starts both at the same moment under `vramctl run --share`, with GIB of weights each (default: as much as GPU and host memory
+allow), and queries them in turn: who is asked has its memory on the GPU, and the other one gives way.
 """
 
 import os
@@ -28,30 +27,13 @@ def model(gib):
         print(f"{answer:.6f} {'unchanged' if answer == first else 'CHANGED'}", flush=True)
 
 
-class Model:
-    def __init__(self, name, gib):
-        self.name = name
-        command = ["vramctl", "run", "--name", name, "--", sys.executable, __file__, "--model", str(gib)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.hear()
+def start(name, gib):
+    command = ["vramctl", "run", "--share", "--name", name, "--", sys.executable, __file__, "--model", str(gib)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def hear(self):
-        line = self.process.stdout.readline().strip()
-        if not line:
-            sys.exit(f"{self.name} has ended")
-        return line
 
-    def ask(self):
-        self.process.stdin.write("?\n")
-        self.process.stdin.flush()
-        return self.hear()
-
-    def pause(self):
-        subprocess.run(["vramctl", "pause", "--name", self.name], check=True)
-
-    def resume(self):
-        # The other process's memory may take a moment to become free.
-        subprocess.run(["vramctl", "resume", "--name", self.name, "--timeout", "10"], check=True)
+def hear(process):
+    return process.stdout.readline().strip() or sys.exit("a model has ended")
 
 
 def main():
@@ -64,19 +46,17 @@ def main():
         total = int(subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True).stdout) // 1024
         host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
         gib = max(min(total * 6 // 10, host * 4 // 10), 1)
-    models = []
-    for name in ("first", "second"):
-        # Pause each model before starting the next.
-        models.append(Model(name, gib))
-        models[-1].pause()
+    models = {name: start(name, gib) for name in ("first", "second")}
+    for process in models.values():
+        hear(process)
     for turn in range(3):
-        for one in models:
-            one.resume()
-            print(f"turn {turn}: {one.name} answers {one.ask()}", flush=True)
-            one.pause()
-    for one in models:
-        one.process.stdin.close()
-        one.process.wait()
+        for name, process in models.items():
+            process.stdin.write("?\n")
+            process.stdin.flush()
+            print(f"turn {turn}: {name} answers {hear(process)}", flush=True)
+    for process in models.values():
+        process.stdin.close()
+        process.wait()
 
 
 if __name__ == "__main__":

@@ -111,15 +111,16 @@ class First(unittest.TestCase):
                 engine.read_until("same")
 
 
+def in_folder(folder: str, text: str) -> str:
+    """The places that the README names belong to whoever runs this; all is built already."""
+    return text.replace("/tmp/", f"{folder}/").replace("cargo build --workspace\n", "").replace("$PWD/target/debug", BUILT)
+
+
 class ByHand(unittest.TestCase):
     def test_the_blocks_do_what_the_readme_says(self) -> None:
-        first, second = blocks()
+        first, second, _ = blocks()
         with tempfile.TemporaryDirectory() as folder:
-            # The places that the README names belong to whoever runs this; all is built already.
-            at_home = [
-                text.replace("/tmp/", f"{folder}/").replace("cargo build --workspace\n", "").replace("$PWD/target/debug", BUILT)
-                for text in (first, second)
-            ]
+            at_home = [in_folder(folder, text) for text in (first, second)]
             given = environment(folder)
             with Terminal(given) as engine, Terminal(given) as other:
                 engine.type(at_home[0])
@@ -145,6 +146,28 @@ class ByHand(unittest.TestCase):
                 self.assertIn("kv zero", verified)
                 engine.type("memory\nquit\n")
                 engine.read_until("bye")
+
+    def test_two_engines_share_a_gpu(self) -> None:
+        first, second, sharing = blocks()
+        one, another, look = [line.partition(" #")[0].rstrip() + "\n" for line in sharing.splitlines()]
+        self.assertEqual(look, "vramctl top\n")
+        machine, joined = first.partition("vramctl run")[0], second.partition("vramctl status")[0]
+        with tempfile.TemporaryDirectory() as folder:
+            given = environment(folder)
+            with Terminal(given) as a, Terminal(given) as b, Terminal(given) as third:
+                for terminal, text in ((a, machine + one), (b, joined + another)):
+                    terminal.type(in_folder(folder, text))
+                    terminal.read_until("ready")
+                for terminal in (a, b) * 2:
+                    terminal.type("generate 7\n")
+                    terminal.read_until("answer 7 ")
+                # Without a screen of its own.
+                third.type(in_folder(folder, joined) + "vramctl top --once\nvramctl share\necho the end\n")
+                told = third.read_until("the end")
+                self.assertRegex(told, r"(?s)Share .*a gave way \(it was idle\).*b came.*scheduler: process")
+                for terminal in (a, b):
+                    terminal.type("verify\nquit\n")
+                    self.assertIn("weights ok", terminal.read_until("bye"))
 
 
 if __name__ == "__main__":
