@@ -282,13 +282,6 @@ fn address(text: &str) -> String {
     }
 }
 
-/// The children of all of its threads.
-pub fn children(pid: u32) -> Vec<u32> {
-    let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    let texts = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
-    texts.flat_map(|text| text.split_whitespace().filter_map(|child| child.parse().ok()).collect::<Vec<_>>()).collect()
-}
-
 /// The files in `/dev/shm` that a process has open or mapped. Those that are not deleted.
 pub fn shared_files(pid: u32) -> BTreeMap<PathBuf, PathBuf> {
     let mut found = BTreeMap::new();

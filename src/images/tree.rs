@@ -1,6 +1,5 @@
 //! A program's processes: its first one and all that came of it, by `/proc`. Each has the driver open in its own way.
 
-use crate::look::children;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
@@ -132,6 +131,13 @@ fn first_of_run(pid: u32) -> u32 {
     let run = |pid: u32| proc::variables(pid, ["VRAMCTL_JOB"])[0].clone();
     let Some(own) = run(pid) else { return pid };
     ancestors(pid).take_while(|above| run(*above).as_ref() == Some(&own)).last().unwrap_or(pid)
+}
+
+/// The children of all of its threads.
+fn children(pid: u32) -> Vec<u32> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let texts = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
+    texts.flat_map(|text| text.split_whitespace().filter_map(|child| child.parse().ok()).collect::<Vec<_>>()).collect()
 }
 
 /// Its parent, that one's, and so on, without the first of all.
