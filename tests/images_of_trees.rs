@@ -6,7 +6,12 @@ mod common;
 use common::images::{Images, in_own_session, without_inherited};
 use common::machine::{Machine, Program, Ran};
 use common::sharing::{self, MIB};
-use std::net::TcpListener;
+use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::process::Stdio;
+use std::thread;
+use std::time::Duration;
 
 /// The first process: it starts others, passes lines on to those that it is told, and evaluates all other lines itself.
 const FIRST: &str = r#"
@@ -75,6 +80,9 @@ def main():
     for line in sys.stdin:
         name, _, rest = line.strip().partition(" ")
         print(ask(name, rest) if name in children else eval(line), flush=True)
+    # A server needs no input.
+    if "server" in kept:
+        threading.Event().wait()
     for child in children.values():
         child.stdin.close()
         child.wait()
@@ -262,4 +270,99 @@ fn ranks_that_were_started_separately_are_refused() {
     let refused: Ran = images.save("job", "image").expect(7, "", "have been started separately");
     assert!(refused.err.contains("one `vramctl run`") && refused.err.contains("Ray"), "{refused:?}");
     ranks.iter_mut().for_each(Program::verify);
+}
+
+#[test]
+fn a_command_may_be_killed_at_each_step_of_the_driver() {
+    let Some(images) = Images::on(machine) else { return };
+    let (mut program, memory) = start_five(&images);
+    let mut steps = 1;
+    // The front end, the engine and the monitor.
+    let calls = ["Lock", "Checkpoint"].into_iter().flat_map(|call| (1..=3).map(move |nth| (call, nth)));
+    for (call, nth) in calls {
+        let fault = format!("cuCheckpointProcess{call}:{nth}:kill-after");
+        let mut save = images.cli(&format!("save server {}", images.image("image")));
+        let saved = Ran::of(save.env("SIMGPU_FAIL", &fault));
+        assert_eq!(saved.code, None, "{fault}: the command was not killed: {saved:?}");
+        // This does not reach those without memory: a child of the command has freed them.
+        images.vramctl("resume server").expect(0, "", "");
+        all_five_work(&mut program, memory, steps);
+        steps += 1;
+    }
+    images.save("server", "image").expect(0, "5 processes", "");
+    program.ended();
+    all_five_work(&mut images.load("image", "loaded"), memory, steps);
+}
+
+#[test]
+fn a_command_may_be_killed_at_any_time() {
+    let Some(images) = Images::on(machine) else { return };
+    let (mut program, memory) = start_five(&images);
+    for round in 1..12_u32 {
+        let mut save = images.cli(&format!("save server {} --keep", images.image("image")));
+        let mut save = save.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        thread::sleep(Duration::from_millis(u64::from(round) * 60));
+        let _ = save.kill();
+        save.wait().unwrap();
+        images.vramctl("resume server").expect(0, "", "");
+        all_five_work(&mut program, memory, round);
+        if Path::new(&images.image("image")).join("manifest.json").exists() {
+            break;
+        }
+    }
+    program.end();
+}
+
+/// The first of several free ports, one after the other.
+fn free_ports(count: u16) -> u16 {
+    let bind = |port: u16| TcpListener::bind(("127.0.0.1", port));
+    loop {
+        let first = bind(0).unwrap().local_addr().unwrap().port();
+        if first.checked_add(count).is_some() && (0..count).all(|number| bind(first + number).is_ok()) {
+            return first;
+        }
+    }
+}
+
+#[test]
+fn four_copies_run_at_once_each_behind_a_port_of_its_own() {
+    let Some(images) = Images::on(machine) else { return };
+    let (mut program, memory) = start_five(&images);
+    let port = program.number("keep('server', socket.create_server(('127.0.0.1', 0))) and kept['server'].getsockname()[1]");
+    says(&mut program, "serve(kept['server'])", "None");
+    images.save("server", "image").expect(0, "5 processes", "");
+    program.ended();
+    let first = free_ports(4);
+    let mut copies =
+        Program::spawn(&mut images.cli(&format!("load {} --name copy --copies 4 --port {port}={first} --quiet", images.image("image"))));
+    let mut lines: Vec<_> = (0..4)
+        .map(|number| BufReader::new(common::patiently(|| TcpStream::connect(("127.0.0.1", first + number))).expect("a port")))
+        .collect();
+    let mut ask = |number: usize, line: &str| {
+        writeln!(lines[number].get_mut(), "{line}").unwrap();
+        let mut answer = String::new();
+        lines[number].read_line(&mut answer).unwrap();
+        answer.trim_end().to_owned()
+    };
+    for number in 0..4 {
+        assert_eq!(ask(number, &format!("ask('engine', 'read({memory}, {})')", 24 * MIB)), "[7]");
+        assert_eq!(ask(number, &format!("ask('engine', 'fill({memory}, {number}, {})')", 24 * MIB)), "0");
+        assert_eq!(ask(number, "ask('monitor', 'cards()')"), "2");
+        assert_eq!(ask(number, "ask('helper', \"kept['step']()\")"), "2");
+    }
+    // Each is a program of its own, with a name of its own, and is alone in its network.
+    for number in 0..4 {
+        assert_eq!(ask(number, &format!("ask('engine', 'read({memory}, {})')", 24 * MIB)), format!("[{number}]"));
+        let reached = ask(number, &format!("attempt(lambda: socket.create_connection(('127.0.0.1', {first}), 1))"));
+        assert_eq!(reached, format!("error {}", libc::ECONNREFUSED));
+    }
+    let listed = images.vramctl("ps").expect(0, "copy-1", "").out;
+    assert!((1..=4).all(|number| listed.contains(&format!("copy-{number}"))), "{listed}");
+    images.vramctl("suspend copy-2").expect(0, "suspended", "");
+    assert_eq!(ask(0, "devices()"), "2");
+    images.vramctl("resume copy-2").expect(0, "resumed", "");
+    assert_eq!(ask(1, &format!("ask('engine', 'read({memory}, {})')", 24 * MIB)), "[1]");
+    copies.signal(libc::SIGTERM);
+    assert_eq!(copies.ended().code(), Some(128 + libc::SIGTERM));
+    images.vramctl("ps").expect(0, "", "no process is managed");
 }

@@ -3,6 +3,7 @@
 use crate::criu::{Criu, errors_in, inherit};
 use crate::details::{Details, failed, refused};
 use crate::namespace;
+use crate::relay;
 use crate::tree::Kind;
 use serde::{Deserialize, Serialize};
 use std::ffi::CString;
@@ -29,6 +30,8 @@ pub struct Task {
     pub image: String,
     /// The program's name.
     pub name: String,
+    /// Whether the program gets a network of its own, and its ports there with the sockets outside that lead to them.
+    pub own_network: Option<Vec<(u16, RawFd)>>,
     /// The descriptor to which it writes a [`Report`].
     pub report: RawFd,
     /// The descriptor from which it reads a byte once all is done. At its end before that, whoever loads has died, and nothing is left of the program.
@@ -90,6 +93,31 @@ pub(crate) fn wait_for(child: libc::pid_t) -> i32 {
     }
 }
 
+/// Waits for the ends of all these children, and passes signals on to them meanwhile. Returns the first exit code that tells of a failure.
+pub fn wait_for_all(mut children: Vec<libc::pid_t>) -> i32 {
+    let mut code = 0;
+    while !children.is_empty() {
+        let mut status = 0;
+        // SAFETY: writable; touches nothing else.
+        let ended = unsafe { libc::waitpid(-1, &raw mut status, libc::WNOHANG) };
+        if ended > 0 {
+            children.retain(|child| *child != ended);
+            let its = if libc::WIFEXITED(status) { libc::WEXITSTATUS(status) } else { 128 + libc::WTERMSIG(status) };
+            code = if code == 0 { its } else { code };
+            continue;
+        }
+        let mut signal = 0;
+        // SAFETY: an initialised set, and a writable number.
+        if unsafe { libc::sigwait(&waited_for(), &raw mut signal) } == 0 && signal != libc::SIGCHLD {
+            for child in &children {
+                // SAFETY: touches no memory.
+                unsafe { libc::kill(*child, signal) };
+            }
+        }
+    }
+    code
+}
+
 /// Does it. Returns the program's exit code.
 pub fn run(task: &Task) -> i32 {
     hold_signals();
@@ -98,7 +126,13 @@ pub fn run(task: &Task) -> i32 {
     // SAFETY: opened for this process alone.
     let mut report = unsafe { File::from_raw_fd(task.report) };
     let watched = end_without(task.decision);
-    let restored = watched.map_err(refused("watch", Path::new("the command"))).and_then(|()| restore(task));
+    let restored = watched.map_err(refused("watch", Path::new("the command"))).and_then(|()| restore(task)).and_then(|restored| {
+        // Not before: the ids of threads may be those of the program.
+        let mut ports = task.own_network.iter().flatten();
+        let relayed = ports.try_for_each(|(port, listener)| relay::start(*listener, *port));
+        relayed.map_err(refused("relay", Path::new("ports")))?;
+        Ok(restored)
+    });
     let failure = restored.as_ref().err().map(ToString::to_string);
     let _ = report.write_all(&serde_json::to_vec(&Report { failure }).unwrap_or_default());
     drop(report);
@@ -155,6 +189,9 @@ fn restore(task: &Task) -> Result<(libc::pid_t, Vec<Marked>), CommandError> {
         let done = command.status().map_err(|error| CommandError::new(Exit::Failed, format!("CRIU cannot be run: {error}")))?;
         Ok((!done.success()).then(|| format!("({done}): {}", errors_in(work))))
     };
+    if task.own_network.is_some() {
+        namespace::leave_network().map_err(refused("make", Path::new("a network namespace")))?;
+    }
     let mut failure = bring_back()?;
     if failure.as_ref().is_some_and(|why| is_abstract_address_taken(why)) {
         end_all_others();

@@ -12,12 +12,14 @@ mod load;
 mod look;
 mod namespace;
 mod patch;
+mod relay;
 mod repair;
 mod save;
 mod tree;
 
 pub use criu::Criu;
 pub use details::failed as store_failure;
-pub use load::{Load, Loaded, Streams};
+pub use load::{Load, Loaded, Streams, name_of};
+pub use relay::Port;
 pub use save::{Save, Saved};
 pub use vramctl_store as store;

@@ -8,6 +8,7 @@ use crate::criu::Criu;
 use crate::details::{Details, failed, refused, split};
 use crate::init::{self, Report, Task};
 use crate::namespace::{self, pid_there};
+use crate::relay::Port;
 use crate::save::{image_name, send_origin, wait_until};
 use crate::tree::{Kind, Tree};
 use std::collections::{BTreeMap, BTreeSet};
@@ -41,6 +42,8 @@ pub struct Load {
     details: Details,
     name: String,
     streams: Streams,
+    /// Of a network of its own. `None`: it has this command's.
+    ports: Option<Vec<Port>>,
     timeout: Option<Duration>,
 }
 
@@ -98,9 +101,15 @@ impl Load {
             );
             return Err(CommandError::new(Exit::Failed, text));
         }
-        let load = Self { store, image, details, name, streams, timeout };
+        let load = Self { store, image, details, name, streams, ports: None, timeout };
         load.check_gpus(reporter)?;
         Ok(load)
+    }
+
+    /// The program gets a network of its own: nothing leads there but these ports, and nothing leads out.
+    #[must_use]
+    pub fn with_own_network(self, ports: Vec<Port>) -> Self {
+        Self { ports: Some(ports), ..self }
     }
 
     fn check_gpus(&self, reporter: &dyn Reporter) -> Result<(), CommandError> {
@@ -153,8 +162,16 @@ impl Load {
         let cannot = |error: io::Error| CommandError::new(Exit::Failed, format!("cannot start the program's namespace: {error}"));
         let [(report, reports), (decision, decides)] = [pipe().map_err(cannot)?, pipe().map_err(cannot)?];
         let directory = self.store.images_path().to_owned();
+        let listen = |port: &Port| {
+            let listener =
+                port.listen().map_err(|error| CommandError::new(Exit::Failed, format!("cannot listen at {}: {error}", port.new)))?;
+            Ok::<_, CommandError>((port.old, listener))
+        };
+        let listeners = self.ports.iter().flatten().map(listen).collect::<Result<Vec<_>, _>>()?;
+        let ports: Vec<_> = listeners.iter().map(|(port, listener)| (*port, listener.as_raw_fd())).collect();
         let task = Task {
             directory,
+            own_network: self.ports.as_ref().map(|_| ports.clone()),
             image: self.image.name().to_owned(),
             name: self.name.clone(),
             report: reports.as_raw_fd(),
@@ -162,7 +179,8 @@ impl Load {
         };
         let mut command = Command::new(env::current_exe().map_err(cannot)?);
         command.args(["image-init", &task.to_argument()]);
-        crate::criu::inherit(&mut command, &[reports.as_raw_fd(), decision.as_raw_fd()]);
+        let files: Vec<_> = ports.iter().map(|(_, file)| *file).chain([reports.as_raw_fd(), decision.as_raw_fd()]).collect();
+        crate::criu::inherit(&mut command, &files);
         if self.streams.detached {
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         }
@@ -222,6 +240,13 @@ impl Load {
         let directory = Directory::open().ok().flatten().ok_or_else(gone)?;
         send_origin(&mut Client::connect(&directory, pid)?, image_name(&self.store, self.image.name())?, &source, &pieces)
     }
+}
+
+/// The name of the program of an image.
+pub fn name_of(image: &Path) -> Result<String, CommandError> {
+    let (directory, image) = split(image)?;
+    let image = Store::open(directory).and_then(|store| store.inspect(image)).map_err(failed)?;
+    Ok(init::program_name(image.manifest()).unwrap_or_default().to_owned())
 }
 
 /// A pipe: the end to read, and the end to write.

@@ -3,11 +3,13 @@
 use crate::arguments::seconds;
 use crate::execute::Execute;
 use crate::ui::Ui;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process;
+use std::process::{self, Command, Stdio};
 use std::time::Duration;
+use std::{env, io};
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_images::{Load, Streams, init};
+use vramctl_images::{Load, Port, Streams, init, name_of};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -15,11 +17,15 @@ The program goes on where it was saved, with its GPU memory at the same addresse
 parent: it passes signals on, and ends with the program's exit code. Its standard streams become the program's where those led to a \
 terminal, a file or another process. One image can be loaded several times at once.
 
+With --port or --copies, each program gets a network of its own: nobody reaches it but by the ports that are given, and it reaches nobody: no \
+names are resolved, and no connection leads out. So copies of one server run side by side.
+
 The image is read before anything is started: one that is incomplete, damaged, or could have been changed by another user is refused.
 
 Examples:
   vramctl load /images/llama --name e1
-  vramctl load /images/llama --name e2 --detach --log /var/log/e2.log")]
+  vramctl load /images/llama --name e2 --detach --log /var/log/e2.log
+  vramctl load /images/llama --copies 4 --port 8000=9001 # e-1 at 9001 and so on")]
 pub struct Args {
     /// The image
     #[arg(value_name = "DIR")]
@@ -33,21 +39,68 @@ pub struct Args {
     /// The file to which the program's output goes
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
+    /// Give it a network of its own, in which its port OLD is reached at NEW of this machine (or ADDRESS:NEW); may be repeated
+    #[arg(long, value_name = "OLD=NEW")]
+    port: Vec<Port>,
+    /// Start this many, named NAME-1 and so on, each with the next port, and none with input
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
+    copies: Option<u16>,
     /// Wait at most this many seconds for room on the GPUs
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
     /// Print errors and warnings only
     #[arg(long, short)]
     quiet: bool,
+    /// One of several copies
+    #[arg(long, hide = true)]
+    is_copy: bool,
+}
+
+impl Args {
+    /// Each is a load of its own, and a child of this one, which ends when all have.
+    fn start_copies(&self, copies: u16) -> Result<Exit, CommandError> {
+        let failed = |error: io::Error| CommandError::new(Exit::Failed, format!("cannot start a copy: {error}"));
+        let name = self.name.clone().map_or_else(|| name_of(&self.image), Ok)?;
+        let beyond = || CommandError::new(Exit::Usage, "there are not so many ports");
+        let mut children = Vec::new();
+        for number in 0..copies {
+            let mut command = Command::new(env::current_exe().map_err(failed)?);
+            command.arg("load").arg(&self.image).args(["--is-copy", "--name", &format!("{name}-{}", number + 1)]);
+            for port in &self.port {
+                let port = port.further(number).ok_or_else(beyond)?;
+                command.args(["--port", &format!("{}={}", port.old, port.new)]);
+            }
+            self.log.iter().for_each(|log| _ = command.arg("--log").arg(log));
+            self.timeout.iter().for_each(|timeout| _ = command.args(["--timeout", &timeout.as_secs_f64().to_string()]));
+            let flags = [(self.detach, "--detach"), (self.quiet, "--quiet")];
+            command.args(flags.into_iter().filter(|(is_given, _)| *is_given).map(|(_, flag)| flag));
+            // Whoever is killed takes them along.
+            let end_with_parent = || {
+                // SAFETY: touches no memory.
+                if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+            };
+            if !self.detach {
+                // SAFETY: makes one system call.
+                unsafe { command.pre_exec(end_with_parent) };
+            }
+            children.push(command.stdin(Stdio::null()).spawn().map_err(failed)?.id().cast_signed());
+        }
+        process::exit(init::wait_for_all(children))
+    }
 }
 
 impl Execute for Args {
     fn execute(&self) -> Result<Exit, CommandError> {
         init::hold_signals();
+        if let Some(copies) = self.copies {
+            return self.start_copies(copies);
+        }
         // The command's output is the program's.
         let ui = Ui::new(false, true);
         let streams = Streams { log: self.log.clone(), detached: self.detach };
-        let loaded = Load::plan(&self.image, self.name.as_deref(), streams, self.timeout, &ui)?.run(&ui)?;
+        let load = Load::plan(&self.image, self.name.as_deref(), streams, self.timeout, &ui)?;
+        let load = if self.port.is_empty() && !self.is_copy { load } else { load.with_own_network(self.port.clone()) };
+        let loaded = load.run(&ui)?;
         if !self.quiet {
             let stages: Vec<_> = loaded.stages.iter().map(|(stage, took)| format!("{stage} {}", took.as_millis())).collect();
             eprintln!("loaded {} (pid {}): {} ms", loaded.name, loaded.pid, stages.join(", "));
