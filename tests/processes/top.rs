@@ -1,7 +1,7 @@
 //! `vramctl top` in a pseudo-terminal with a terminal emulator, and with real programs on a simulated machine.
 
 use crate::common;
-use crate::common::machine::Machine;
+use crate::common::machine::{Machine, Program};
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -407,6 +407,24 @@ fn colours_are_only_for_those_who_want_them() {
         top.press("q");
         top.ended();
     }
+}
+
+#[test]
+fn one_gpu_is_shown_with_the_programs_that_have_memory_there() {
+    let machine = Machine::with(2, "64M");
+    let start = |name: &str, gpu: &str| {
+        let mut command = machine.program(name, "hog --mib 8 --seconds 600 --device");
+        let mut program = Program::spawn(command.arg(gpu));
+        program.expect("holding");
+        program
+    };
+    let _running = [start("first", "0"), start("second", "1")];
+    let frame = |line: &str| machine.vramctl(line).expect(0, "", "").out;
+    let both = frame("top --once");
+    assert!(["GPU 0", "GPU 1", "first (pid", "second (pid"].iter().all(|part| both.contains(part)), "{both}");
+    let one = frame("top --once --gpu 1");
+    assert!(one.contains("GPU 1") && one.contains("second (pid"), "{one}");
+    assert!(!one.contains("GPU 0") && !one.contains("first (pid"), "{one}");
 }
 
 #[test]

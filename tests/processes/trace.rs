@@ -268,4 +268,5 @@ fn the_page_is_self_contained() {
     }
     assert!(rest.contains("uPlot (v") && rest.contains("Permission is hereby granted"), "the library, and its licence");
     assert!(page.trim_end().ends_with("</html>"));
+    assert!(page.contains("), Simulated GPU, "), "the GPU's model and size");
 }

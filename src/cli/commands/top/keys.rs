@@ -18,11 +18,12 @@ pub enum Wish {
 }
 
 /// The keys, and what they do, for the help.
-pub const KEYS: [(&str, &str); 12] = [
+pub const KEYS: [(&str, &str); 13] = [
     ("up, down, j, k", "select; PgUp, PgDn, Home and End too"),
     ("p", "pause what is selected: a tag, a process or all with a name"),
     ("r", "resume it"),
     ("s", "suspend it: it leaves the GPU entirely (never only a tag)"),
+    ("f", "have torch return what it has cached (`trim`; never only a tag)"),
     ("x", "cancel the command that is running"),
     ("o", "order by name, size or state"),
     ("t", "tags or processes below each name"),
@@ -78,6 +79,7 @@ pub fn press(model: &mut Model, key: KeyEvent, now: Instant) -> Wish {
         KeyCode::Char('p') => ask(model, "pause", now),
         KeyCode::Char('r') => ask(model, "resume", now),
         KeyCode::Char('s') => ask(model, "suspend", now),
+        KeyCode::Char('f') => ask(model, "trim", now),
         _ => (),
     }
     Wish::Nothing
@@ -103,14 +105,15 @@ fn ask(model: &mut Model, verb: &str, now: Instant) {
     }
     let rows = model.rows(now);
     let Some(row) = model.selection(&rows).map(|at| &rows[at]) else { return };
-    // A suspend applies to the whole process, not to a tag.
-    let key = Subject { tag: row.key.tag.clone().filter(|_| verb != "suspend"), ..row.key.clone() };
+    // These apply to the whole process, not to a tag.
+    let key = Subject { tag: row.key.tag.clone().filter(|_| !["suspend", "trim"].contains(&verb)), ..row.key.clone() };
     let row = rows.iter().find(|row| row.key == key).unwrap_or(row);
     let what = match (verb, &key.tag) {
         ("resume", _) => format!("{}: {} of GPU memory", of(row), Bytes(row.coming)),
+        ("trim", _) => format!("{}: what torch has cached", of(row)),
         _ => format!("{}: {} of GPU memory", of(row), Bytes(row.active)),
     };
-    let lost = if verb == "resume" { String::new() } else { loss(&row.discarded) };
+    let lost = if ["resume", "trim"].contains(&verb) { String::new() } else { loss(&row.discarded) };
     model.overlay = Overlay::Question { words: words(verb, &key), what, lost };
 }
 

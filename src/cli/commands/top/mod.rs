@@ -8,7 +8,7 @@ mod keys;
 mod model;
 mod poll;
 
-use crate::arguments::seconds;
+use crate::arguments::{GpuArgs, seconds};
 use crate::execute::Execute;
 use crate::ui::{colours, interrupt, output};
 use keys::Wish;
@@ -43,6 +43,7 @@ It needs a terminal of at least 80 columns, respects NO_COLOR, and draws in ASCI
 Examples:
   vramctl top
   vramctl top --interval 0.5
+  vramctl top --gpu 0 --gpu 1
   vramctl top --once # one frame, as text; CLICOLOR_FORCE=1 adds colours")]
 pub struct Args {
     /// Seconds between refreshes; fractions are allowed
@@ -51,6 +52,8 @@ pub struct Args {
     /// Print one frame and exit; needs no terminal
     #[arg(long)]
     once: bool,
+    #[command(flatten)]
+    gpu: GpuArgs,
 }
 
 fn interval(text: &str) -> Result<Duration, String> {
@@ -77,7 +80,7 @@ impl Listener for Sender<Incoming> {
 impl Execute for Args {
     fn execute(&self) -> Result<Exit, CommandError> {
         if self.once {
-            return once(self.interval);
+            return once(self.model());
         }
         if !stdin().is_terminal() || !stdout().is_terminal() {
             let text = "stdin or stdout is not a terminal; `vramctl top --once` prints one frame, `vramctl status --json` is for programs";
@@ -91,13 +94,21 @@ impl Execute for Args {
         let ended = Screen::take().and_then(|mut screen| {
             let inputs = happen.clone();
             parallel::spawn(move || while inputs.send(event::read().map_or_else(Incoming::NoInput, Incoming::Input)).is_ok() {})?;
-            watch(&mut screen, Model::new(self.interval), &incomings, &happen, &interval)
+            watch(&mut screen, self.model(), &incomings, &happen, &interval)
         });
         match ended {
             Ok(None) => Ok(Exit::Done),
             Ok(Some(signal)) => interrupt::end_by(signal),
             Err(error) => Err(CommandError::new(Exit::Failed, format!("the terminal cannot be used: {error}"))),
         }
+    }
+}
+
+impl Args {
+    fn model(&self) -> Model {
+        let mut model = Model::new(self.interval);
+        model.only.clone_from(&self.gpu.gpu);
+        model
     }
 }
 
@@ -236,14 +247,14 @@ fn cancel(command: &OwnedFd) {
 }
 
 /// Prints one picture.
-fn once(interval: Duration) -> Result<Exit, CommandError> {
+fn once(mut model: Model) -> Result<Exit, CommandError> {
     /// Longer than it takes to see that a process is stopped.
     const ANSWERS: Duration = Duration::from_secs(6);
     /// To measure the copy rate.
     const SPEED: Duration = Duration::from_secs(2);
     let (happen, incomings) = channel();
-    poll::start(&happen, &Interval::new(interval));
-    let (mut model, mut deadline) = (Model::new(interval), Instant::now() + ANSWERS);
+    poll::start(&happen, &Interval::new(model.interval));
+    let mut deadline = Instant::now() + ANSWERS;
     let (mut found, mut answered, mut gpus, mut sharing, mut is_complete) = (None, BTreeSet::new(), false, false, false);
     while let Ok(incoming) = incomings.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
         let Incoming::News(news) = incoming else { continue };

@@ -3,6 +3,7 @@
 use crate::ledger::{self, What};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
+use vramctl_coordinator::gpus::begins_as;
 use vramctl_coordinator::processes::Process;
 use vramctl_driver::{Card, NoCards};
 use vramctl_host::limits::Room;
@@ -30,6 +31,8 @@ pub struct Model {
     pub order: Order,
     pub view: View,
     pub overlay: Overlay,
+    /// The GPUs that are shown, by index or UUID, with the programs that have memory there; all if there are none.
+    pub only: Vec<String>,
     /// Only rows with this in their names are shown.
     pub filter: String,
     /// The command that runs, and since when.
@@ -211,6 +214,7 @@ impl Model {
             order: Order::Name,
             view: View::Tags,
             overlay: Overlay::Nothing,
+            only: Vec::new(),
             filter: String::new(),
             command: None,
             message: None,
@@ -298,7 +302,19 @@ impl Model {
             parts.push((Slice::Free, card.total.saturating_sub(shown)));
             GpuBar { index: card.index, model: card.name.clone(), utilization: card.utilization, used: card.used, total: card.total, parts }
         };
-        gpus.cards.iter().flatten().map(bar).collect()
+        gpus.cards.iter().flatten().filter(|(card, _)| self.shows(card)).map(bar).collect()
+    }
+
+    fn shows(&self, card: &Card) -> bool {
+        let is_meant = |gpu: &String| *gpu == card.index.to_string() || begins_as(&card.uuid, gpu);
+        self.only.is_empty() || self.only.iter().any(is_meant)
+    }
+
+    /// Whether a process has memory on a GPU that is shown. In doubt it has.
+    fn is_shown(&self, process: &Process) -> bool {
+        let cards = || self.gpus.iter().flat_map(|(_, gpus)| gpus.cards.iter().flatten());
+        let is_there = |uuid| cards().any(|(card, _)| card.uuid == uuid && self.shows(card));
+        self.only.is_empty() || process.status.is_err() || process.gpus().any(is_there)
     }
 
     /// Why there are no bars.
@@ -341,7 +357,7 @@ impl Model {
     /// The rows of the table.
     pub fn rows(&self, now: Instant) -> Vec<TableRow> {
         let mut groups = BTreeMap::<Subject, Vec<&Seen>>::new();
-        for (pid, seen) in &self.seen {
+        for (pid, seen) in self.seen.iter().filter(|(_, seen)| self.is_shown(&seen.sample.process)) {
             let name = seen.sample.process.name.clone();
             let pid = name.is_none().then_some(*pid);
             groups.entry(Subject { name, pid, tag: None }).or_default().push(seen);

@@ -20,7 +20,8 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::gpus;
 use vramctl_coordinator::processes::Found;
 use vramctl_coordinator::text;
-use vramctl_model::{MemoryOwner, short_uuid, unmanaged_of};
+use vramctl_driver::cards;
+use vramctl_model::{Bytes, MemoryOwner, short_uuid, unmanaged_of};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -96,6 +97,8 @@ impl Execute for Args {
 #[derive(Debug)]
 struct Recording {
     processes: Vec<Recorded>,
+    /// The model and size of each GPU, by its name here.
+    cards: BTreeMap<String, String>,
     /// Why processes are missing.
     silent: Vec<CommandError>,
 }
@@ -164,8 +167,14 @@ impl Recording {
             epoch: one.unix_ns.saturating_sub(one.now_ns),
             ended: one.ended.clone(),
         };
+        let cards = cards().unwrap_or_default().into_iter().map(|card| {
+            let name = format!("GPU {} ({})", card.index, short_uuid(&card.uuid));
+            let title = format!("{name}, {}, {}", card.name, Bytes(card.total));
+            (name, title)
+        });
         let (on, off): (Vec<_>, Vec<_>) = followed.iter().partition(|one| one.is_on);
         Self {
+            cards: cards.collect(),
             processes: on.into_iter().map(recorded).collect(),
             silent: off
                 .iter()

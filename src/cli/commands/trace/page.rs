@@ -97,7 +97,13 @@ fn shown(recording: &Recording) -> PageData {
         }
     }
     let to = recording.to();
-    let gpus = gpus.into_iter().map(|(name, lines)| Chart { name: name.to_owned(), ..chart(lines, begun, to, MOMENTS) }).collect();
+    let gpus = gpus
+        .into_iter()
+        .map(|(name, lines)| Chart {
+            name: recording.cards.get(name).map_or(name, String::as_str).to_owned(),
+            ..chart(lines, begun, to, MOMENTS)
+        })
+        .collect();
     let missed = recording.processes.iter().map(|process| process.timeline.missed).sum();
     PageData { began_at_ms: recording.unix_from() / 1_000_000, missed, ended: recording.ended(), gpus, slices, failures }
 }
@@ -105,7 +111,9 @@ fn shown(recording: &Recording) -> PageData {
 fn text(process: &Recorded, slice: &Stretch) -> String {
     let verb = slice.name;
     match slice.outcome {
-        Ending::Done => format!("{process}: {verb} of {}", Bytes(slice.bytes)),
+        Ending::Done => {
+            format!("{process}: {verb} of {} in {:.0} ms", Bytes(slice.bytes), slice.to.saturating_sub(slice.from) as f64 / 1e6)
+        }
         Ending::Failed(error) => format!("{process}: {verb} failed: {}", json!(error).as_str().unwrap_or_default()),
         Ending::UnderWay => format!("{process}: {verb}, under way"),
     }
