@@ -133,18 +133,9 @@ def build(root: Path) -> tuple[Path, Path, Path]:
     if shutil.which("cargo") is None:
         raise SystemExit("cargo not found. Install Rust (https://rustup.rs) to build the library, or install a prebuilt wheel")
     words = shlex.split(os.environ.get("VRAMCTL_WHEEL_CARGO") or "build --release")
-    command = [
-        "cargo",
-        *words,
-        "-p",
-        "vramctl",
-        "-p",
-        "vramctl-cli",
-        "-p",
-        "simgpu",
-        "--message-format",
-        "json-render-diagnostics",
-    ]
+    # The simulated GPU's own command is not in the wheel, and does not link with an old glibc.
+    wanted = ["-p", "vramctl", "-p", "vramctl-cli", "-p", "simgpu", "--lib", "--bin", "vramctl"]
+    command = ["cargo", *words, *wanted, "--message-format", "json-render-diagnostics"]
     done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise SystemExit(f"`{shlex.join(command)}` failed")
