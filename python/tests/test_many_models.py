@@ -177,17 +177,6 @@ class ManyModels(unittest.TestCase):
         status, rest = self.raw(b'{"model": "one", "max_tokens": 1}', b"Expect: 100-continue\r\n")
         self.assertEqual((status, b" 200 " in rest), (100, True))
 
-    def test_an_engine_that_has_ended_is_started_again_when_it_is_asked(self):
-        """Whether it was active then or suspended."""
-        tokens, _ = self.ask("one")
-        for asked_before in ("one", "another"):
-            self.ask(asked_before)
-            os.kill(next(process.pid for process in vramctl.processes() if process.name == "one"), signal.SIGKILL)
-            support.eventually("it is known to have ended", lambda: b"ended" in self.raw(b"", b"", b"GET /health HTTP/1.1")[1])
-            self.assertEqual(self.ask("one")[0], tokens, f"after {asked_before} was active")
-        states = json.loads(self.raw(b"", b"", b"GET /health HTTP/1.1")[1])["models"]
-        self.assertEqual(states, {"one": "active", "another": "suspended"})
-
     def test_however_often_it_is_told_to_end_its_engines_end_with_it(self):
         engines = [process.pid for process in vramctl.processes()]
         self.assertEqual(len(engines), 2)
@@ -225,6 +214,9 @@ class ManyModels(unittest.TestCase):
         self.assertEqual(ended.exception.code, 503)
         ended.exception.close()
         self.ask("one")
+        support.eventually("its health tells", lambda: self.raw(b"", b"", b"GET /health HTTP/1.1")[0] == 503)
+        states = json.loads(self.raw(b"", b"", b"GET /health HTTP/1.1")[1])["models"]
+        self.assertEqual(states, {"one": "active", "another": "ended"})
 
 
 if __name__ == "__main__":
