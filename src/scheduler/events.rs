@@ -254,15 +254,17 @@ impl Program {
 }
 
 impl Gang {
-    /// The turn that follows a change pays for it: it lasts at least `k` times as long. A gang that asks for more in its turn gets as much longer.
+    /// The turn that follows a change pays for it: it lasts at least `k` times as long, unless the change took much longer than those before. A gang
+    /// that asks for more in its turn gets as much longer.
     fn begin_turn(&mut self, underway: &Underway, arrived: bool, policy: &Policy, now: Duration) {
         let took = now.saturating_sub(underway.began);
+        let cost = if arrived { &mut self.coming } else { &mut self.growing }.cost(took, underway.expected);
         self.retry = Backoff::default();
         if arrived {
             self.turn.since = now;
         }
         self.programs.values_mut().for_each(|one| one.works = Works::Busy);
-        self.turn.until = if arrived || self.turn.until <= now { now + policy.turn(took) } else { self.turn.until + took * policy.k };
+        self.turn.until = if arrived || self.turn.until <= now { now + policy.turn(cost) } else { self.turn.until + cost * policy.k };
         self.turn.class = underway.class;
     }
 }

@@ -1,5 +1,6 @@
 //! What is true of a gang as a whole.
 
+use crate::action::Because;
 use crate::ids::{AskId, GangId, GpuId, Priority, ProgramId};
 use crate::memory::PerGpu;
 use crate::state::{Ask, Gang, Program, State, Works};
@@ -47,6 +48,11 @@ impl Gang {
     /// What it asks for and has not been granted.
     pub fn asks(&self) -> impl Iterator<Item = (ProgramId, AskId, &Ask)> {
         self.programs.iter().flat_map(|(&program, one)| one.waiting().map(move |(&id, ask)| (program, id, ask)))
+    }
+
+    /// Whether nobody could serve it when it was last looked at.
+    pub fn is_in_vain(&self) -> bool {
+        matches!(self.because, Some(Because::NobodyCan | Because::HostFull | Because::Retries(_)))
     }
 
     /// Whether it is about to take room that it was granted.

@@ -14,7 +14,7 @@
 //! 1. Resident, fixed and promised bytes never exceed a GPU, nor contents the host. Gangs are whole before they run.
 //! 2. There is no state with a waiter that could be served but neither action nor timer.
 //! 3. A waiter waits at most for the turns of those ahead, with their changes and drains.
-//! 4. Changes take at most 1/k of busy time, plus drains.
+//! 4. Changes take at most 1/k of busy time, plus drains, and plus what single ones took longer than those before.
 //! 5. Nobody leaves where there is room, and no more than is missing and one allocation. A program is out of memory only if its request never fits, or
 //!    nobody could give way for [`Policy::wait`].
 //!
@@ -25,7 +25,8 @@
 //! - Those give way, in this order, that are away already, that wait behind, that are idle, that are of a lower priority, whose turn is over. Of
 //!   their memory goes what is missing, the cheapest first. In its turn, an idle program is safe for as long as bringing it back would take.
 //! - A turn begins when a change has brought a program in, and its length is fixed then: k times what the change took. So each change is paid for
-//!   by the turn after it, whatever it took, and a waiter knows for how long it waits. Who gets room without a change has a slice. While a program
+//!   by the turn after it, and a waiter knows for how long it waits. What a change took beyond what its bytes should take counts only if two of the
+//!   last three did so: the first is dearer than those that follow, where the host's memory has not been touched. Who gets room without a change has a slice. While a program
 //!   waits for more in its turn, it is not idle; but it gives way to those that wait before it, since it can do nothing meanwhile.
 //! - Whoever cannot be served by anybody holds nobody up: younger waiters pass, since they give way again once it can be served.
 //! - A program that did not drain is left alone for 10 s, then for 20, up to 300.

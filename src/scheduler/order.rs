@@ -4,8 +4,8 @@
 //! whether a gang is in its turn, then the time that it has been waiting. A gang that asks for more in its turn goes before older waiters because its
 //! turn would be of no use otherwise: of two engines that start together, each would lose its place to the other at each allocation.
 //!
-//! A waiter of a lower priority rises to the highest once it has waited for so long that a slice is `low_percent` of the time; on each GPU one at a time,
-//! and the next after the turn of the last has become `low_percent` of the time, too. Else a hundred trainers of a low priority would get a
+//! A waiter of a lower priority rises to the highest once it has waited for so long that a slice is `low_percent` of the time; on each GPU one at a time
+//! (of those that somebody can serve), and the next after the turn of the last has become `low_percent` of the time, too. Else a hundred trainers of a low priority would get a
 //! hundred turns for one of an engine.
 
 use crate::ids::{GangId, GpuId, Priority};
@@ -27,6 +27,8 @@ pub(crate) struct Waiter {
     /// When it rises, if it has not.
     pub rises: Option<Duration>,
     pub blocked: bool,
+    /// When it was last looked at, nobody could serve it.
+    pub in_vain: bool,
     in_turn: bool,
     pub lack: PerGpu,
 }
@@ -39,7 +41,9 @@ impl State {
         let mut risen: BTreeSet<GpuId> = BTreeSet::new();
         for waiter in waiters.iter_mut().filter(|waiter| waiter.rises.is_some_and(|rises| rises <= self.now)) {
             if waiter.lack.keys().all(|gpu| !risen.contains(gpu)) {
-                risen.extend(waiter.lack.keys());
+                if !waiter.in_vain {
+                    risen.extend(waiter.lack.keys());
+                }
                 (waiter.class, waiter.rises) = (Priority::High, None);
             }
         }
@@ -61,6 +65,6 @@ impl State {
         };
         let again = lack.keys().filter_map(|gpu| self.gpus.get(gpu)).map(|gpu| gpu.rises_again).max().unwrap_or_default();
         let rises = (class < Priority::High).then(|| again.max(since + self.policy.aged_after(self.policy.slice)));
-        Some(Waiter { gang: id, since, own: gang.priority(), class, rises, blocked, in_turn, lack })
+        Some(Waiter { gang: id, since, own: gang.priority(), class, rises, blocked, in_vain: gang.is_in_vain(), in_turn, lack })
     }
 }

@@ -19,6 +19,8 @@ pub struct State {
     /// Whether all programs have reported. Nothing is decided before.
     pub(crate) ready: bool,
     pub(crate) gpus: PerGpu<Gpu>,
+    /// Bytes of each GPU for all that can leave it, as of this step.
+    pub(crate) capacity: PerGpu,
     pub(crate) host: Host,
     pub(crate) gangs: BTreeMap<GangId, Gang>,
     pub(crate) gang_of: BTreeMap<ProgramId, GangId>,
@@ -65,6 +67,9 @@ pub(crate) struct Gang {
     /// The change that makes room for it.
     pub served_by: Option<ChangeId>,
     pub turn: Turn,
+    /// What the changes took that brought it in, and those that made room for it in its place.
+    pub coming: Pace,
+    pub growing: Pace,
     /// A change for it failed, and it tries again later.
     pub retry: Backoff,
     /// Why it still waits. `None` if it does not.
@@ -78,6 +83,32 @@ pub(crate) struct Turn {
     pub until: Duration,
     /// The priority that it was chosen with, until the turn ends.
     pub class: Priority,
+}
+
+/// How the last changes of one kind compare to what was expected of them, in percent; at first, as expected.
+#[derive(Debug, Clone)]
+pub(crate) struct Pace {
+    last: [u64; 2],
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self { last: [100; 2] }
+    }
+}
+
+impl Pace {
+    /// What a change counts as that took so long: a figure counts once two of three changes have it. The first that leaves for memory of the host
+    /// that nobody has touched takes 7 times as long as the next.
+    pub fn cost(&mut self, took: Duration, expected: Duration) -> Duration {
+        let percent = took.as_nanos() * 100 / expected.as_nanos().max(1);
+        let percent = u64::try_from(percent).unwrap_or(u64::MAX);
+        let mut three = [self.last[0], self.last[1], percent];
+        three.sort_unstable();
+        self.last = [self.last[1], percent];
+        let nanoseconds = expected.as_nanos().saturating_mul(u128::from(three[1])) / 100;
+        took.min(Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX)))
+    }
 }
 
 /// A time that doubles from failure to failure.
@@ -135,6 +166,8 @@ pub(crate) struct Ask {
 pub(crate) struct Underway {
     pub change: Change,
     pub began: Duration,
+    /// How long it takes if the links alone decide.
+    pub expected: Duration,
     /// All GPUs of those that take part.
     pub gpus: BTreeSet<GpuId>,
     /// Room for the waiter, beside what the others give back for it.
@@ -177,6 +210,7 @@ impl State {
             now: AGES,
             ready: false,
             gpus: BTreeMap::new(),
+            capacity: PerGpu::new(),
             host: Host::default(),
             gangs: BTreeMap::new(),
             gang_of: BTreeMap::new(),

@@ -25,11 +25,11 @@ struct Round {
     step: Step,
     /// What nobody has and nobody was promised.
     free: PerGpu<i64>,
-    /// Bytes for all that can leave.
-    capacity: PerGpu,
     totals: Totals,
     /// Of that, what is kept for waiters that are served first.
     claimed: PerGpu,
+    /// For which of them first.
+    claimer: PerGpu<GangId>,
     /// The first waiter on each GPU for which others must give way: no other has them give way there.
     first: PerGpu<GangId>,
     /// Waiters that are served first, and can be.
@@ -59,10 +59,18 @@ impl Round {
         }
     }
 
+    /// There will be room for the waiter once those have had theirs that are served first.
+    fn comes_later(&mut self, waiter: &Waiter, needs: &Needs) -> Because {
+        let before = waiter.lack.keys().find_map(|gpu| self.claimer.get(gpu)).copied();
+        self.claim(waiter, needs);
+        before.map_or(Because::Busy, Because::Behind)
+    }
+
     /// Keeps for the waiter what it needs and is there, and those who may give way to it: nobody younger takes either.
     fn claim(&mut self, waiter: &Waiter, needs: &Needs) {
         for (&gpu, bytes) in &waiter.lack {
             *self.claimed.entry(gpu).or_default() += bytes;
+            self.claimer.entry(gpu).or_insert(waiter.gang);
         }
         for gpu in needs.gpus() {
             self.first.entry(gpu).or_insert(waiter.gang);
@@ -83,13 +91,19 @@ impl State {
         if !self.ready {
             return Step { actions, wake: None };
         }
+        let waiters = self.waiters();
         let mut round = self.round(actions);
-        for waiter in self.waiters() {
+        for waiter in waiters {
             if let Some(rises) = waiter.rises.filter(|rises| *rises > self.now) {
                 round.wake_at(rises);
             }
             let because = self.serve(&mut round, waiter.clone());
-            self.gangs.get_mut(&waiter.gang).expect("a waiter exists").because = because;
+            let gang = self.gangs.get_mut(&waiter.gang).expect("a waiter exists");
+            gang.because = because;
+            if waiter.class > waiter.own && gang.is_in_vain() && !waiter.in_vain {
+                // Another rises in its place.
+                round.wake_at(self.now);
+            }
         }
         self.release_idle(&mut round);
         self.watch(&mut round);
@@ -98,11 +112,7 @@ impl State {
     }
 
     fn count_unserved(&mut self, passed: Duration) {
-        for gang in self
-            .gangs
-            .values_mut()
-            .filter(|gang| matches!(gang.because, Some(Because::NobodyCan | Because::HostFull | Because::Retries(_))))
-        {
+        for gang in self.gangs.values_mut().filter(|gang| gang.is_in_vain()) {
             let asks = gang.programs.values_mut().flat_map(|program| program.asks.values_mut());
             asks.filter(|ask| !ask.granted).for_each(|ask| ask.unserved += passed);
         }
@@ -110,16 +120,16 @@ impl State {
 
     fn round(&mut self, actions: Vec<Action>) -> Round {
         let (reserve, books) = (self.policy.reserve, self.books());
-        let capacity = books.iter().map(|(&gpu, it)| (gpu, it.total.saturating_sub(reserve + it.unmanaged + it.fixed))).collect();
+        self.capacity = books.iter().map(|(&gpu, it)| (gpu, it.total.saturating_sub(reserve + it.unmanaged + it.fixed))).collect();
         for gang in self.gangs.values_mut() {
             gang.because = gang.served_by.or(gang.moving).filter(|_| gang.waits_since().is_some()).map(|_| Because::Served);
         }
         Round {
             step: Step { actions, wake: None },
             free: books.iter().map(|(&gpu, books)| (gpu, books.free(reserve))).collect(),
-            totals: self.totals(&capacity),
-            capacity,
+            totals: self.totals(),
             claimed: PerGpu::new(),
+            claimer: PerGpu::new(),
             first: PerGpu::new(),
             ahead: BTreeSet::new(),
             moving: self.changes.values().flat_map(|underway| underway.gpus.iter().copied()).collect(),
@@ -139,7 +149,7 @@ impl State {
             round.step.actions.push(Action::Refuse(program, ask, refusal));
             self.with(program, |one| _ = one.asks.remove(&ask));
             waiter.lack = self.gangs[&waiter.gang].lack();
-            round.totals = self.totals(&round.capacity);
+            round.totals = self.totals();
             self.gangs[&waiter.gang].waits_since()?;
         }
     }
@@ -157,7 +167,7 @@ impl State {
             round.wake_at(gang.retry.until);
             return Some(Because::Retries(gang.retry.until));
         }
-        let (comes, needs) = (gang.is_away() && !gang.is_paused(), self.needs(round, waiter));
+        let (comes, needs) = (gang.is_away() && !gang.is_paused(), self.needs(round, waiter, &round.claimed));
         if needs.is_met() && !comes {
             self.grant_all(round, waiter);
             return None;
@@ -179,16 +189,16 @@ impl State {
         Some(self.make_room(round, waiter, &needs, comes))
     }
 
-    /// What others have to give, beside what is there and not kept for those who are served first.
-    fn needs(&self, round: &Round, waiter: &Waiter) -> Needs {
+    /// What others have to give, beside what is there and not `claimed` by those who are served first.
+    fn needs(&self, round: &Round, waiter: &Waiter, claimed: &PerGpu) -> Needs {
         let gang = &self.gangs[&waiter.gang];
         let mut needs = Needs::default();
         for (&gpu, &lack) in &waiter.lack {
-            let available = round.free[&gpu] - round.claimed.get(&gpu).map_or(0, |bytes| *bytes as i64);
+            let available = round.free[&gpu] - claimed.get(&gpu).map_or(0, |bytes| *bytes as i64);
             needs.bytes.insert(gpu, u64::try_from(lack as i64 - available).unwrap_or(0));
         }
         if gang.is_parallel() && !gang.is_paused() {
-            needs.rivals = gang.gpus().into_iter().map(|gpu| (gpu, round.totals.excess(gang, gpu, &round.capacity))).collect();
+            needs.rivals = gang.gpus().into_iter().map(|gpu| (gpu, self.excess(&round.totals, gang, gpu))).collect();
         }
         needs.bytes.retain(|_, bytes| *bytes > 0);
         needs.rivals.retain(|_, bytes| *bytes > 0);
@@ -199,11 +209,14 @@ impl State {
     fn make_room(&mut self, round: &mut Round, waiter: &Waiter, needs: &Needs, comes: bool) -> Because {
         let gang = &self.gangs[&waiter.gang];
         let budgets = self.budgets(round.totals.contents, if comes { gang.contents_away() } else { 0 });
-        if !round.totals.suffice(gang, needs, self.now) {
-            return self.fails_in_time(round, waiter, Because::NobodyCan);
+        let most = *budgets.last().expect("there is one at least");
+        // What it would need without those that are served first.
+        let alone = self.needs(round, waiter, &PerGpu::new());
+        if let Some(because) = self.in_vain(&round.totals, gang, &alone, most) {
+            return self.fails_in_time(round, waiter, because);
         }
-        if budgets.last().is_none_or(|most| !round.totals.suffice_with(needs, *most)) {
-            return self.fails_in_time(round, waiter, Because::HostFull);
+        if self.in_vain(&round.totals, gang, needs, most).is_some() {
+            return round.comes_later(waiter, needs);
         }
         let Candidates { now, ever, next } = self.candidates(round, waiter, needs);
         if let Some(leaving) = budgets.iter().find_map(|budget| self.cover(needs, &now, *budget)) {
@@ -213,12 +226,16 @@ impl State {
         if let Some(at) = next {
             round.wake_at(at);
         }
-        if budgets.iter().all(|budget| self.cover(needs, &ever, *budget).is_none()) {
-            let is_host = self.cover(needs, &ever, Budget(u64::MAX)).is_some();
-            return self.fails_in_time(round, waiter, if is_host { Because::HostFull } else { Because::NobodyCan });
+        let can_cover = |needs: &Needs| budgets.iter().any(|budget| self.cover(needs, &ever, *budget).is_some());
+        if can_cover(needs) {
+            round.claim(waiter, needs);
+            return next.map_or(Because::Busy, Because::Until);
         }
-        round.claim(waiter, needs);
-        next.map_or(Because::Busy, Because::Until)
+        if can_cover(&alone) {
+            return round.comes_later(waiter, needs);
+        }
+        let is_host = self.cover(&alone, &ever, Budget(u64::MAX)).is_some();
+        self.fails_in_time(round, waiter, if is_host { Because::HostFull } else { Because::NobodyCan })
     }
 
     /// Nobody can make the room that the waiter needs: its requests fail in time, unless somebody may who is left alone for now.
@@ -313,7 +330,7 @@ impl State {
             self.grant(program, ask, &mut round.step.actions);
         }
         if waiter.blocked {
-            round.totals = self.totals(&round.capacity);
+            round.totals = self.totals();
         }
     }
 
@@ -328,13 +345,23 @@ impl State {
         let contents = if comes { gang.contents_away() } else { 0 };
         let coming: Vec<_> = if comes { gang.programs.keys().copied().collect() } else { Vec::new() };
         let gpus = if gang.is_parallel() || comes { gang.gpus() } else { waiter.lack.keys().copied().collect() };
+        let mut copies = PerGpu::<u64>::new();
+        for ((_, gpu), holdings) in leaving.iter().flat_map(|leave| &leave.taken) {
+            *copies.entry(*gpu).or_default() += holdings.copied_out();
+        }
+        let mut back = PerGpu::<u64>::new();
+        for (gpu, memory) in gang.programs.values().flat_map(|program| &program.memory).filter(|_| comes) {
+            *back.entry(*gpu).or_default() += memory.away.contents();
+        }
+        let bytes = copies.values().chain(back.values()).copied().max().unwrap_or(0);
         let underway = self.underway(cause, leaving, coming, contents, gpus);
+        let expected = self.policy.overhead + self.policy.copy(bytes) * if underway.change.passing { 2 } else { 1 };
         let id = underway.change.id;
         let gang = self.gangs.get_mut(&waiter.gang).expect("a waiter exists");
         *if comes { &mut gang.moving } else { &mut gang.served_by } = Some(id);
         self.start(
             round,
-            Underway { promised, class: if waiter.blocked { waiter.own } else { waiter.class }, since: waiter.since, ..underway },
+            Underway { promised, expected, class: if waiter.blocked { waiter.own } else { waiter.class }, since: waiter.since, ..underway },
         );
     }
 
@@ -355,6 +382,7 @@ impl State {
         Underway {
             change,
             began: self.now,
+            expected: Duration::ZERO,
             gpus,
             promised: PerGpu::new(),
             contents: (leaves, contents),
@@ -370,7 +398,7 @@ impl State {
         round.moving.extend(&underway.gpus);
         round.step.actions.push(Action::Change(underway.change.clone()));
         self.changes.insert(underway.change.id, underway);
-        round.totals = self.totals(&round.capacity);
+        round.totals = self.totals();
     }
 
     /// Those that have been idle for longer than their `--idle` give their memory back.

@@ -1,6 +1,6 @@
 //! Who gives way.
 
-use crate::action::{Leave, Why};
+use crate::action::{Because, Leave, Why};
 use crate::host::Budget;
 use crate::ids::{GangId, GpuId, ProgramId};
 use crate::memory::{Holdings, PerGpu};
@@ -142,12 +142,40 @@ impl State {
         let rivals = needs.rivals.keys().filter(|gpu| gang.runs_on(**gpu));
         Needs {
             bytes: needs.bytes.keys().map(|&gpu| (gpu, leave.on(gpu))).collect(),
-            rivals: rivals.map(|&gpu| (gpu, gang.movable_ceiling(gpu))).collect(),
+            rivals: rivals.map(|&gpu| (gpu, self.most_of(gang, gpu))).collect(),
         }
     }
 
-    /// What all gangs together have. `capacity`: bytes of each GPU for all that can leave it.
-    pub(crate) fn totals(&self, capacity: &PerGpu) -> Totals {
+    /// The most that a gang may come to have on a GPU of what can leave it.
+    fn most_of(&self, gang: &Gang, gpu: GpuId) -> u64 {
+        gang.movable_ceiling(gpu).min(self.capacity.get(&gpu).copied().unwrap_or(0))
+    }
+
+    /// By how many bytes the gangs of several parts that run on a GPU, and this one, may outgrow it. One alone cannot.
+    pub(crate) fn excess(&self, totals: &Totals, gang: &Gang, gpu: GpuId) -> u64 {
+        let own = self.most_of(gang, gpu);
+        let runs = if gang.runs_on(gpu) { own } else { 0 };
+        let others = totals.rivals.get(&gpu).map_or(0, |all| all.saturating_sub(runs));
+        (others + own).saturating_sub(self.capacity.get(&gpu).copied().unwrap_or(0)).min(others)
+    }
+
+    /// Why all others together could not give what the waiter's gang needs, with this much room for contents; `None` if they could.
+    pub(crate) fn in_vain(&self, totals: &Totals, gang: &Gang, needs: &Needs, budget: Budget) -> Option<Because> {
+        let is_one = gang.stays(self.now).is_none();
+        let own = |gpu: &GpuId| if is_one { gang.resident(*gpu) } else { 0 };
+        let own_rival = |gpu: &GpuId| if is_one && gang.runs_on(*gpu) { self.most_of(gang, *gpu) } else { 0 };
+        let suffice = |all: &PerGpu, gpu, own, bytes: &u64| all.get(gpu).is_some_and(|all| *bytes <= all.saturating_sub(own));
+        if !needs.bytes.iter().all(|(gpu, bytes)| suffice(&totals.movable, gpu, own(gpu), bytes))
+            || !needs.rivals.iter().all(|(gpu, bytes)| suffice(&totals.movable_rivals, gpu, own_rival(gpu), bytes))
+        {
+            return Some(Because::NobodyCan);
+        }
+        let contents = needs.bytes.iter().map(|(gpu, bytes)| bytes.saturating_sub(totals.without_contents.get(gpu).copied().unwrap_or(0)));
+        Some(Because::HostFull).filter(|_| contents.sum::<u64>() > budget.0)
+    }
+
+    /// What all gangs together have.
+    pub(crate) fn totals(&self) -> Totals {
         let mut all = Totals { contents: self.contents(), ..Totals::default() };
         for gang in self.gangs.values() {
             let stays = gang.stays(self.now);
@@ -162,9 +190,9 @@ impl State {
                 continue;
             }
             for gpu in gang.gpus().into_iter().filter(|gpu| gang.runs_on(*gpu)) {
-                let ceiling = gang.movable_ceiling(gpu);
-                *all.rivals.entry(gpu).or_default() += ceiling.min(capacity.get(&gpu).copied().unwrap_or(0));
-                *all.movable_rivals.entry(gpu).or_default() += if stays.is_none() { ceiling } else { 0 };
+                let most = self.most_of(gang, gpu);
+                *all.rivals.entry(gpu).or_default() += most;
+                *all.movable_rivals.entry(gpu).or_default() += if stays.is_none() { most } else { 0 };
             }
         }
         all
@@ -186,34 +214,6 @@ pub(crate) struct Totals {
     pub contents: u64,
     /// When the first gang may give way again that did not drain.
     pub left_alone_until: Option<Duration>,
-}
-
-impl Totals {
-    /// Whether all others together could give what the waiter's gang needs.
-    pub fn suffice(&self, gang: &Gang, needs: &Needs, now: Duration) -> bool {
-        let is_one = gang.stays(now).is_none();
-        let own = |gpu: &GpuId| if is_one { gang.resident(*gpu) } else { 0 };
-        let own_rival = |gpu: &GpuId| if is_one && gang.runs_on(*gpu) { gang.movable_ceiling(*gpu) } else { 0 };
-        let suffice = |all: &PerGpu, gpu, own, bytes: &u64| all.get(gpu).is_some_and(|all| *bytes <= all.saturating_sub(own));
-        needs.bytes.iter().all(|(gpu, bytes)| suffice(&self.movable, gpu, own(gpu), bytes))
-            && needs.rivals.iter().all(|(gpu, bytes)| suffice(&self.movable_rivals, gpu, own_rival(gpu), bytes))
-    }
-
-    /// Whether that is so with this much room for contents.
-    pub fn suffice_with(&self, needs: &Needs, budget: Budget) -> bool {
-        let with_contents =
-            needs.bytes.iter().map(|(gpu, bytes)| bytes.saturating_sub(self.without_contents.get(gpu).copied().unwrap_or(0)));
-        with_contents.sum::<u64>() <= budget.0
-    }
-
-    /// By how many bytes the gangs of several parts that run on a GPU, and this one, may outgrow it. One alone cannot.
-    pub fn excess(&self, gang: &Gang, gpu: GpuId, capacity: &PerGpu) -> u64 {
-        let capacity = capacity.get(&gpu).copied().unwrap_or(0);
-        let own = gang.movable_ceiling(gpu).min(capacity);
-        let runs = if gang.runs_on(gpu) { own } else { 0 };
-        let others = self.rivals.get(&gpu).map_or(0, |all| all.saturating_sub(runs));
-        (others + own).saturating_sub(capacity).min(others)
-    }
 }
 
 impl Needs {

@@ -58,20 +58,8 @@ fn trainers(count: u64, size: u64) -> (f64, f64) {
     }
     world.run(STARTED);
     world.computed.clear();
-    let (minutes, mut longest) = (Duration::from_secs(240), Duration::ZERO);
-    let mut last = std::collections::BTreeMap::new();
-    while world.now < STARTED + minutes {
-        let next = world.now + Duration::from_millis(100);
-        world.run(next);
-        for (id, computed) in &world.computed {
-            let (before, since) = last.entry(*id).or_insert((*computed, next));
-            if before == computed {
-                longest = longest.max(next.saturating_sub(*since));
-            } else {
-                (*before, *since) = (*computed, next);
-            }
-        }
-    }
+    let minutes = Duration::from_secs(240);
+    let longest = world.run_and_watch(STARTED + minutes);
     let fit = ((TOTAL - world.policy.reserve) / (size * GIB)).min(count);
     let computed: Duration = world.computed.values().sum();
     (computed.as_secs_f64() / (minutes * fit as u32).as_secs_f64(), longest.as_secs_f64())

@@ -117,8 +117,12 @@ pub struct Process {
     pub with_person: PerGpu<Holdings>,
     pub remembered: Remembered,
     pub next_ask: u64,
-    /// Since when it is in place, and how long the change took that brought it.
+    /// Since when it is in place, and what the change that brought it has to be paid with.
     pub came: (Duration, Duration),
+    /// How the last changes that brought it compare to what was expected, in percent.
+    pub paces: [u64; 2],
+    /// It has left the GPU before.
+    pub has_left: bool,
     /// When its script came to the work that it is at.
     pub asked_at: Option<Duration>,
     pub script_begun: bool,
@@ -147,6 +151,8 @@ impl Process {
             remembered: Remembered::default(),
             next_ask: 0,
             came: (now, Duration::ZERO),
+            paces: [100; 2],
+            has_left: false,
             asked_at: None,
             script_begun: false,
             works_since: now,

@@ -226,14 +226,15 @@ impl Properties {
             assert!(group.because.is_some(), "(2) {gang:?} waits, and nobody knows why");
             if step.wake.is_none() && groups.is_possible(world, group) && world.changes.is_empty() && self.promised.is_empty() {
                 let granted = world.programs.values().flat_map(|one| one.asks.values()).any(|ask| ask.granted);
-                assert!(granted || world.tells(), "(2) {gang:?} waits, and nothing happens");
+                assert!(granted || world.tells(), "(2) {gang:?} waits, and nothing happens, because {:?}", group.because);
             }
             let (lack, free) = (&group.lack, &groups.free);
             let quiet = world.changes.is_empty() && !group.is_parallel && lack.len() == 1;
             if groups.waiting == 1 && quiet && !matches!(group.because, Some(Because::Retries(_))) {
                 assert!(
                     lack.iter().any(|(gpu, bytes)| free[gpu] < *bytes as i64),
-                    "(2) {gang:?} waits for {lack:?} while there are {free:?}"
+                    "(2) {gang:?} waits for {lack:?} while there are {free:?}, because {:?}",
+                    group.because
                 );
             }
         }
@@ -667,5 +668,5 @@ fn longest(world: &World, change: &Change) -> Duration {
     let out = world.cards.keys().map(|&gpu| leaving_on(change, gpu)).max().unwrap_or(0);
     let back =
         change.coming.iter().filter_map(|id| world.programs.get(id)).flat_map(|one| one.memory.values()).map(|memory| memory.away.bytes());
-    world.policy.drain + world.policy.copy(out.max(back.sum())) * 3 + Duration::from_millis(200)
+    world.policy.drain + world.policy.copy(out.max(back.sum())) * 3 * world.faults.dear_first.max(1) as u32 + Duration::from_millis(200)
 }

@@ -32,6 +32,8 @@ pub struct Going {
     /// Who is held by it, and was not before.
     pub holds: BTreeSet<ProgramId>,
     pub wanted_at: Duration,
+    /// How long it takes if the links alone decide.
+    pub expected: Duration,
     pub begun: bool,
     /// It has ended, and the scheduler does not know yet.
     pub ended: bool,
@@ -61,6 +63,8 @@ enum Happens {
 #[derive(Debug, Clone, Default)]
 pub struct Faults {
     pub fails: u64,
+    /// How many times as long the first change takes in which a program leaves.
+    pub dear_first: u64,
     pub kills_every: u64,
     pub spawns_every: u64,
     pub outsiders_every: u64,
@@ -166,6 +170,7 @@ impl World {
         let mut every = |chance, from, to| if random.percent(chance) { random.between(from, to) } else { 0 };
         let faults = Faults {
             fails: every(40, 1, 20),
+            dear_first: 0,
             kills_every: every(50, 3_000, 60_000),
             spawns_every: every(50, 3_000, 60_000),
             outsiders_every: every(40, 500, 30_000),
@@ -179,6 +184,7 @@ impl World {
         let files = if random.percent(30) { random.between(0, 2 * total) } else { 0 };
         let mut world = Self::new(seed, Policy::default(), gpus, total, (host, files), faults, shown);
         world.crowd = crowd;
+        world.faults.dear_first = if random.percent(20) { random.between(2, 10) } else { 1 };
         for _ in 0..crowd {
             let at = if random.percent(50) { Duration::ZERO } else { random.millis(0, 20_000) };
             world.at(at, Happens::Spawn);
@@ -236,6 +242,24 @@ impl World {
             self.happen(what);
         }
         self.now = until;
+    }
+
+    /// Runs until then; the longest time in which some program did nothing.
+    pub fn run_and_watch(&mut self, until: Duration) -> Duration {
+        let (mut longest, mut last) = (Duration::ZERO, BTreeMap::new());
+        while self.now < until {
+            let next = self.now + Duration::from_millis(100);
+            self.run(next);
+            for (id, computed) in &self.computed {
+                let (before, since) = last.entry(*id).or_insert((*computed, next));
+                if before == computed {
+                    longest = longest.max(next.saturating_sub(*since));
+                } else {
+                    (*before, *since) = (*computed, next);
+                }
+            }
+        }
+        longest
     }
 
     fn happen(&mut self, what: Happens) {
@@ -363,7 +387,14 @@ impl World {
     fn intend(&mut self, action: &Action) {
         match action {
             Action::Change(change) => {
-                let going = Going { change: change.clone(), holds: BTreeSet::new(), wanted_at: self.now, begun: false, ended: false };
+                let going = Going {
+                    change: change.clone(),
+                    holds: BTreeSet::new(),
+                    wanted_at: self.now,
+                    expected: Duration::ZERO,
+                    begun: false,
+                    ended: false,
+                };
                 self.changes.insert((self.epoch, change.id), going);
             }
             Action::Grant(program, ask) => {
@@ -424,7 +455,7 @@ impl World {
         }
         self.queue.retain(|_, what| !matches!(what, Happens::Deliver(_) | Happens::Refuse(..) | Happens::Commit(_)));
         self.programs.values_mut().flat_map(|one| one.asks.values_mut()).for_each(|ask| (ask.granted, ask.refused) = (false, false));
-        self.programs.values_mut().for_each(|one| one.watched = false);
+        self.programs.values_mut().for_each(|one| (one.watched, one.paces) = (false, [100; 2]));
         self.epoch += 1;
         self.epoch_began = self.now;
         self.wake = None;
@@ -484,7 +515,11 @@ impl World {
         }
         let bytes = copies.values().map(|(out, back)| *out.max(back)).max().unwrap_or(0);
         let percent = if self.exact { 100 } else { self.random.between(70, 130) as u32 };
-        let time = self.policy.copy(bytes) * percent / 100 * if change.passing { 2 } else { 1 };
+        let pass = if change.passing { 2 } else { 1 };
+        self.changes.get_mut(&key).expect("it goes on").expected = self.policy.overhead + self.policy.copy(bytes) * pass;
+        let mut first = leaving.iter().map(|id| !std::mem::replace(&mut self.programs.get_mut(id).expect("it lives").has_left, true));
+        let dear = if first.any(|first| first) { self.faults.dear_first.max(1) as u32 } else { 1 };
+        let time = self.policy.copy(bytes) * percent / 100 * pass * dear;
         let at = self.now + drained + time + if self.exact { self.policy.overhead } else { self.random.millis(10, 60) };
         if self.random.percent(self.faults.fails) {
             self.at(at, Happens::Refuse(key, ProgramId(u64::MAX)));
@@ -532,7 +567,7 @@ impl World {
             return self.end(key, Outcome::Failed);
         }
         self.take_away(&taken);
-        let took = self.now.saturating_sub(going_since(&self.changes[&key]));
+        let (took, expected) = (self.now.saturating_sub(self.changes[&key].wanted_at), self.changes[&key].expected);
         self.changes.get_mut(&key).expect("it goes on").holds.clear();
         for id in &change.coming {
             let one = self.programs.get_mut(id).expect("it lives");
@@ -540,7 +575,11 @@ impl World {
                 let away = std::mem::take(&mut memory.away);
                 memory.resident.add_all(&away);
             }
-            one.came = (self.now, took);
+            let percent = took.as_millis() as u64 * 100 / expected.as_millis().max(1) as u64;
+            // At least what the last three have all taken. A new scheduler knows of none.
+            let of_all = one.paces.iter().copied().min().unwrap_or(100).min(percent);
+            one.came = (self.now, took.min(expected * of_all as u32 / 100));
+            one.paces = [one.paces[1], percent];
         }
         for id in &change.coming {
             self.programs.get_mut(id).expect("it lives").held = false;
@@ -1000,10 +1039,6 @@ impl World {
             self.send(Event::Together([id, other].into()));
         }
     }
-}
-
-fn going_since(going: &Going) -> Duration {
-    going.wanted_at
 }
 
 /// What a program gives of its memory for what the scheduler chose: a class may have changed since.

@@ -1,0 +1,83 @@
+//! Single steps that no property of the simulation tells apart.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+use vramctl_scheduler::{
+    Action, Activity, AskId, Class, Event, GpuId, Holdings, JobId, Memory, Policy, ProgramId, Report, Settings, State,
+};
+
+const GIB: u64 = 1 << 30;
+const GPU: GpuId = GpuId(0);
+
+/// A GPU of 102 GiB, of which 100 are for programs.
+fn node() -> State {
+    let mut state = State::new(Policy::default());
+    state.step(Duration::ZERO, Event::Gpu { gpu: GPU, total: 102 * GIB, unmanaged: 0 });
+    state.step(Duration::ZERO, Event::Host { room: 1000 * GIB, files: 0 });
+    state.step(Duration::ZERO, Event::Ready);
+    state
+}
+
+/// A program with GiB on the GPU and away from it.
+fn program(id: u64, resident: u64, away: u64) -> Report {
+    let holdings = |gib: u64| -> Holdings { [(Class::Kept, gib * GIB, 1)].into_iter().collect() };
+    let memory = Memory { resident: holdings(resident), away: holdings(away), fixed: 0, peak: (resident + away) * GIB };
+    Report {
+        program: ProgramId(id),
+        job: None,
+        partners: BTreeSet::new(),
+        several_nodes: false,
+        settings: Settings::default(),
+        memory: [(GPU, memory)].into(),
+        held: away > 0,
+        paused: false,
+        capturing: false,
+        activity: Activity::Busy,
+        called: None,
+        asks: Vec::new(),
+        turn: None,
+        backoff: None,
+    }
+}
+
+/// Room that was promised to a program is free when the program dies, not only when its change has ended.
+#[test]
+fn nothing_stays_promised_to_the_dead() {
+    let mut state = node();
+    state.step(Duration::ZERO, Event::Joined(Box::new(program(1, 0, 40))));
+    state.step(Duration::ZERO, Event::Joined(Box::new(program(2, 5, 0))));
+    let comes = state.step(Duration::from_secs(1), Event::Called(ProgramId(1))).actions;
+    assert!(comes.iter().any(|action| matches!(action, Action::Change(change) if change.coming == [ProgramId(1)])), "{comes:?}");
+    let ask = Event::Asks { program: ProgramId(2), ask: AskId(0), room: [(GPU, 90 * GIB)].into() };
+    let early = state.step(Duration::from_secs(2), ask).actions;
+    assert!(!early.contains(&Action::Grant(ProgramId(2), AskId(0))), "it is promised: {early:?}");
+    let freed = state.step(Duration::from_secs(3), Event::Left(ProgramId(1))).actions;
+    assert!(freed.contains(&Action::Grant(ProgramId(2), AskId(0))), "{freed:?}");
+}
+
+/// Jobs that start at the same moment do not keep each other from their first memory: when one leaves, the next may begin.
+#[test]
+fn jobs_that_wait_for_their_first_memory_are_served_one_after_the_other() {
+    let mut state = node();
+    let job = |id: u64, rank: u64| Report {
+        job: Some(JobId(id)),
+        settings: Settings { limit: Some(60 * GIB), ..Settings::default() },
+        ..program(10 * id + rank, 0, 0)
+    };
+    let asks = |id: u64| Event::Asks { program: ProgramId(id), ask: AskId(0), room: [(GPU, GIB)].into() };
+    for id in 1..=3 {
+        for rank in 0..2 {
+            state.step(Duration::ZERO, Event::Joined(Box::new(job(id, rank))));
+        }
+    }
+    let first = state.step(Duration::from_secs(1), asks(10)).actions;
+    assert!(first.contains(&Action::Grant(ProgramId(10), AskId(0))), "{first:?}");
+    let settled = Memory { fixed: GIB, peak: GIB, ..Memory::default() };
+    state.step(Duration::from_secs(1), Event::Settled { program: ProgramId(10), ask: AskId(0), memory: [(GPU, settled)].into() });
+    for id in [20, 30] {
+        state.step(Duration::from_secs(2), asks(id));
+    }
+    let next: Vec<_> = [10, 11].iter().flat_map(|id| state.step(Duration::from_secs(3), Event::Left(ProgramId(*id))).actions).collect();
+    assert!(next.contains(&Action::Grant(ProgramId(20), AskId(0))), "{next:?}");
+    assert!(!next.contains(&Action::Grant(ProgramId(30), AskId(0))), "both would outgrow the GPU: {next:?}");
+}
