@@ -113,6 +113,8 @@ pub struct Process {
     pub generation: u64,
     pub in_change: Option<(u64, ChangeId)>,
     pub partners: BTreeSet<ProgramId>,
+    /// What it has just taken, and the scheduler does not know yet.
+    pub unseen: PerGpu,
     /// What a person's pause has taken.
     pub with_person: PerGpu<Holdings>,
     pub remembered: Remembered,
@@ -147,6 +149,7 @@ impl Process {
             generation: 0,
             in_change: None,
             partners: BTreeSet::new(),
+            unseen: PerGpu::new(),
             with_person: PerGpu::new(),
             remembered: Remembered::default(),
             next_ask: 0,

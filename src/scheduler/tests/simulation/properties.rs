@@ -135,8 +135,11 @@ impl Groups {
 impl Group {
     fn movable(&self, world: &World) -> PerGpu {
         let mut all = PerGpu::new();
-        for (gpu, memory) in alive(world, &self.programs).filter(|_| !self.is_fixed).flat_map(|one| &one.memory) {
-            *all.entry(*gpu).or_default() += memory.resident.bytes();
+        for one in alive(world, &self.programs).filter(|_| !self.is_fixed) {
+            for (gpu, memory) in &one.memory {
+                let unseen = one.unseen.get(gpu).copied().unwrap_or(0);
+                *all.entry(*gpu).or_default() += memory.resident.bytes().saturating_sub(unseen);
+            }
         }
         all
     }
@@ -611,7 +614,8 @@ fn lack_of(world: &World, cause: &Cause) -> PerGpu {
 
 fn has_aged(world: &World, programs: &[ProgramId], since: Duration) -> bool {
     let turn = world.policy.slice * (100 - world.policy.low_percent) / world.policy.low_percent;
-    priority(world, programs) < Priority::High && world.now >= since + turn
+    // A scheduler that has just taken over knows since when exactly.
+    priority(world, programs) < Priority::High && world.now + Duration::from_millis(5) >= since + turn
 }
 
 fn free(world: &World) -> PerGpu<i64> {

@@ -353,9 +353,11 @@ impl World {
                     ask.seen = Some(now);
                 }
             }
+            Event::Settled { program, .. } => self.programs.get_mut(program).into_iter().for_each(|one| one.unseen.clear()),
             Event::Joined(report) => {
                 let one = self.programs.get_mut(&report.program);
                 if let Some(one) = one {
+                    one.unseen.clear();
                     one.paused_seen = report.paused;
                     one.calls_seen = report.called.map(|waited| now.saturating_sub(waited));
                     let known = one.asks.iter_mut().filter(|(ask, _)| report.asks.iter().any(|asked| asked.ask == **ask));
@@ -569,15 +571,16 @@ impl World {
         self.take_away(&taken);
         let (took, expected) = (self.now.saturating_sub(self.changes[&key].wanted_at), self.changes[&key].expected);
         self.changes.get_mut(&key).expect("it goes on").holds.clear();
+        // At least what the last three of all its programs have taken: which of two gangs that became one is remembered does not matter.
+        let paces: Vec<u64> = change.coming.iter().flat_map(|id| self.programs[id].paces).collect();
+        let percent = took.as_millis() as u64 * 100 / expected.as_millis().max(1) as u64;
+        let of_all = paces.into_iter().min().unwrap_or(100).min(percent);
         for id in &change.coming {
             let one = self.programs.get_mut(id).expect("it lives");
             for memory in one.memory.values_mut() {
                 let away = std::mem::take(&mut memory.away);
                 memory.resident.add_all(&away);
             }
-            let percent = took.as_millis() as u64 * 100 / expected.as_millis().max(1) as u64;
-            // At least what the last three have all taken. A new scheduler knows of none.
-            let of_all = one.paces.iter().copied().min().unwrap_or(100).min(percent);
             one.came = (self.now, took.min(expected * of_all as u32 / 100));
             one.paces = [one.paces[1], percent];
         }
@@ -782,6 +785,7 @@ impl World {
             }
             memory.peak = memory.peak.max(memory.own());
         }
+        one.unseen.clone_from(&asked.room);
         let memory = asked.room.keys().map(|gpu| (*gpu, one.memory[gpu].clone())).collect();
         self.send(Event::Settled { program: id, ask, memory });
         if asked.what == What::Resume {
