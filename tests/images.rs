@@ -15,6 +15,17 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
+/// A load that leaves nothing of the program.
+fn refuses_to_load(images: &Images, folder: &Path) -> Ran {
+    let mut load = images.cli(&format!("load {} --name e --log /dev/null", folder.display()));
+    let mut load = load.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // Without input, the program would end by itself.
+    let _input = load.stdin.take();
+    let ran = Ran::end_of(load);
+    images.vramctl("ps").expect(0, "", "no process is managed");
+    ran
+}
+
 /// It works, and answers as one that nothing has happened to.
 #[track_caller]
 fn is_well(engine: &mut Program, plain: &mut Program, token: u32) {
@@ -87,13 +98,8 @@ fn what_is_damaged_or_incomplete_is_not_loaded() {
     let folder = PathBuf::from(images.image("image"));
     let before = images.machine.gpus();
     let refused = |words: &str| {
-        let mut load = images.cli(&format!("load {} --name e --log /dev/null", folder.display()));
-        let mut load = load.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        // Without input, the program would end by itself.
-        let _input = load.stdin.take();
-        Ran::end_of(load).expect(1, "", words);
+        refuses_to_load(&images, &folder).expect(1, "", words);
         assert_eq!(images.machine.gpus(), before);
-        images.vramctl("ps").expect(0, "", "no process is managed");
     };
     let files = |folder: &Path| fs::read_dir(folder).unwrap().map(|file| file.unwrap().path()).collect::<Vec<_>>();
     let mut all = files(&folder.join("criu"));
@@ -120,6 +126,152 @@ fn what_is_damaged_or_incomplete_is_not_loaded() {
     whole.end();
     fs::remove_file(folder.join("manifest.json")).unwrap();
     refused("there is no image");
+}
+
+/// Each file is whole by itself, but it is another's.
+#[test]
+fn what_is_swapped_is_not_loaded() {
+    let Some(images) = Images::new() else { return };
+    let engine = images.engine("engine");
+    let other = images.machine.start_with("other", "engine --weights-mib 16 --kv-mib 8 --seed 7", |command| {
+        in_own_session(without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1")));
+    });
+    for name in ["engine", "other"] {
+        images.save(name, name).expect(0, "saved", "");
+    }
+    drop((engine, other));
+    let [own, its] = ["engine", "other"].map(|name| PathBuf::from(images.image(name)));
+    let swap = |one: &Path, two: &Path| {
+        let aside = one.with_extension("aside");
+        for (from, to) in [(one, aside.as_path()), (two, one), (&aside, two)] {
+            fs::rename(from, to).unwrap();
+        }
+    };
+    let packs = own.join("../.store/packs");
+    let mut packs: Vec<_> = fs::read_dir(packs).unwrap().map(|file| file.unwrap().path()).collect();
+    packs.retain(|path| path.extension().is_some_and(|ending| ending == "pack"));
+    let [first, second] = packs.as_slice() else { panic!("{packs:?}") };
+    let in_own = |name: &str| own.join("criu").join(name);
+    let inside = [in_own("files.img"), in_own("inventory.img")];
+    let pairs = [
+        (own.join("contents"), its.join("contents")),
+        (own.join("criu/files.img"), its.join("criu/files.img")),
+        (inside[0].clone(), inside[1].clone()),
+        (first.clone(), second.clone()),
+        (first.with_extension("index"), second.with_extension("index")),
+    ];
+    for (one, two) in &pairs {
+        swap(one, two);
+        let ran = refuses_to_load(&images, &own);
+        assert!(ran.code == Some(1) && ran.err.contains("damaged"), "{one:?} and {two:?}: {ran:?}");
+        swap(one, two);
+    }
+    let mut whole = images.load("engine", "e");
+    whole.verify();
+    whole.end();
+}
+
+/// Of two saves of one program, one does it; two programs are saved at once; a `gc` beside all that takes nothing away.
+#[test]
+fn two_saves_at_once_and_a_gc_beside_them() {
+    let Some(images) = Images::new() else { return };
+    let [mut plain, mut one, mut two] = ["plain", "one", "two"].map(|name| images.engine(name));
+    let begin = |command: &mut Command| command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut command = images.cli(&format!("save one {}", images.image("first")));
+    let (held, command) = images.holding("dump-before", &mut command);
+    let save = begin(command);
+    held.is_reached();
+    // The name is taken, and so is the program.
+    images.save("two", "first").expect(5, "", "being saved");
+    images.save("one", "second").expect(5, "", "being saved");
+    assert!(!Path::new(&images.image("second")).exists());
+    is_well(&mut two, &mut plain, 1);
+    // Another program is saved meanwhile, beside whatever the first has written.
+    images.vramctl(&format!("save two {} --keep --verify", images.image("third"))).expect(0, "verify", "");
+    is_well(&mut two, &mut plain, 2);
+    let folder = images.machine.folder.path().join("images");
+    let cleans = begin(&mut images.cli(&format!("images {} gc", folder.display())));
+    held.go();
+    Ran::end_of(save).expect(0, "saved one", "");
+    one.ended();
+    // What both have written at once is there twice, until now.
+    Ran::end_of(cleans).expect(0, "freed", "");
+    for name in ["first", "third"] {
+        let mut loaded = images.load(name, name);
+        loaded.verify();
+        loaded.end();
+    }
+}
+
+/// What another user could have changed is not run.
+#[test]
+fn another_users_image_is_not_loaded() {
+    const NOBODY: u32 = 65_534;
+    let Some(images) = Images::new() else { return };
+    let mut engine = images.engine("engine");
+    images.save("engine", "image").expect(0, "saved", "");
+    engine.ended();
+    let image = PathBuf::from(images.image("image"));
+    let load = format!("load {} --name e --log /dev/null", image.display());
+    for path in [image.parent().unwrap(), &image, &image.join("criu"), &image.join("criu/inventory.img"), &image.join("manifest.json")] {
+        std::os::unix::fs::chown(path, Some(NOBODY), None).unwrap();
+        images.vramctl(&load).expect(1, "", "belongs to user 65534");
+        std::os::unix::fs::chown(path, Some(0), None).unwrap();
+        let mode = fs::metadata(path).unwrap().permissions().mode();
+        fs::set_permissions(path, fs::Permissions::from_mode(mode | 0o020)).unwrap();
+        images.vramctl(&load).expect(1, "", "others may write to it");
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+    let mut whole = images.load("image", "e");
+    whole.verify();
+    whole.end();
+}
+
+/// A program that was started for it has no `io_uring`, and is saved with its filter. What it appends to may have grown; what it has loaded must be as it
+/// was.
+#[test]
+fn a_program_of_run_image_goes_on_with_the_files_of_before() {
+    let Some(images) = Images::new() else { return };
+    let asks =
+        "import ctypes, errno; c = ctypes.CDLL(None, use_errno=True); print(c.syscall(425, 1, 0), errno.errorcode[ctypes.get_errno()])";
+    images.machine.vramctl(&["run", "--image", "--no-python", "--", "python3", "-c", asks]).expect(0, "-1 ENOSYS", "");
+    let mut plain = images.engine("plain");
+    let [log, data] = ["log", "data"].map(|name| images.machine.folder.path().join(name));
+    for path in [&log, &data] {
+        fs::write(path, "before\n").unwrap();
+    }
+    let opened = [(&log, libc::O_WRONLY | libc::O_APPEND, 51), (&data, libc::O_RDONLY, 52)]
+        .map(|(path, how, number)| (std::ffi::CString::new(path.to_str().unwrap()).unwrap(), how, number));
+    let program = common::programs().join("engine");
+    let words =
+        ["run", "--image", "--name", "engine", "--no-python", "--", program.to_str().unwrap(), "--weights-mib", "16", "--kv-mib", "8"];
+    let mut command = images.machine.cli(&words);
+    in_own_session(without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1")));
+    unsafe {
+        command.pre_exec(move || {
+            for (path, how, number) in &opened {
+                let file = libc::open(path.as_ptr(), *how);
+                libc::dup2(file, *number);
+                libc::close(file);
+            }
+            Ok(())
+        })
+    };
+    let mut engine = Program::ready(&mut command);
+    images.save("engine", "image").expect(0, "saved", "");
+    engine.ended();
+    fs::write(&log, "before\nand more\n").unwrap();
+    let mut loaded = images.load("image", "e");
+    is_well(&mut loaded, &mut plain, 1);
+    let status = images.vramctl("status e --json").expect(0, "", "").json();
+    let pid = status["processes"][0]["pid"].as_u64().unwrap();
+    let info = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    assert!(info.lines().any(|line| line.split_whitespace().eq(["Seccomp:", "2"])), "{info}");
+    loaded.end();
+    // As large as before, so that CRIU would not notice.
+    fs::write(&data, "BEFORE\n").unwrap();
+    let refused = images.vramctl(&format!("load {} --name e --log /dev/null", images.image("image")));
+    refused.expect(1, "", "data (written to since)");
 }
 
 #[test]

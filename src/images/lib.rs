@@ -12,14 +12,17 @@ mod load;
 mod look;
 mod namespace;
 mod patch;
+mod prepare;
 mod relay;
 mod repair;
 mod save;
+mod surroundings;
 mod tree;
 
 pub use criu::Criu;
 pub use details::failed as store_failure;
 pub use load::{Load, Loaded, Streams, name_of};
+pub use prepare::prepare;
 pub use relay::Port;
 pub use save::{Save, Saved};
 pub use vramctl_store as store;

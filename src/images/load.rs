@@ -10,6 +10,7 @@ use crate::init::{self, Report, Task};
 use crate::namespace::{self, pid_there};
 use crate::relay::Port;
 use crate::save::{image_name, send_origin, wait_until};
+use crate::surroundings;
 use crate::tree::{Kind, Tree};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -26,11 +27,12 @@ use vramctl_control::discovery::Directory;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::HowToPause;
+use vramctl_coordinator::plan::STAY_SUSPENDED;
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Consent, Operation, Plan, Reporter, Scope};
 use vramctl_driver as driver;
 use vramctl_model::{Verb, checked_name};
-use vramctl_store::{Caller, Image, Listed, Process, Store};
+use vramctl_store::{Caller, Image, Listed, Manifest, Process, Store};
 
 /// How long the library may take to listen, once the program is back.
 const SOCKET_WITHIN: Duration = Duration::from_secs(30);
@@ -88,6 +90,7 @@ impl Load {
         let store = Store::open(directory).map_err(failed)?;
         let image = Caller::current().and_then(|caller| store.load(image, &caller)).map_err(failed)?;
         let details = Details::of(image.manifest())?;
+        check_surroundings(image.manifest())?;
         Criu::find()?.check()?;
         let old = init::program_name(image.manifest()).unwrap_or_default();
         let name = name.unwrap_or(old).to_owned();
@@ -149,10 +152,17 @@ impl Load {
         match brought {
             Ok(pid) => Ok(Loaded { pid, name: self.name, stages, first }),
             Err(failure) => {
+                let ended = first.try_wait().ok().flatten();
                 // The namespace ends with its first process.
                 let _ = first.kill();
                 let _ = first.wait();
-                Err(failure)
+                let said = failure.to_string();
+                // That would be so if it were not loaded.
+                let said = said.strip_suffix(STAY_SUSPENDED).unwrap_or(&said);
+                Err(match ended {
+                    Some(status) => CommandError::new(Exit::Failed, format!("the program has ended before it was back ({status}): {said}")),
+                    None => failure.saying(format!("{said}. Nothing of the program is left")),
+                })
             }
         }
     }
@@ -247,6 +257,23 @@ pub fn name_of(image: &Path) -> Result<String, CommandError> {
     let (directory, image) = split(image)?;
     let image = Store::open(directory).and_then(|store| store.inspect(image)).map_err(failed)?;
     Ok(init::program_name(image.manifest()).unwrap_or_default().to_owned())
+}
+
+/// Fails if the program could not go on here as it was.
+fn check_surroundings(manifest: &Manifest) -> Result<(), CommandError> {
+    /// More says nothing more.
+    const MOST_NAMED: usize = 5;
+    let refused = |why: String| Err(CommandError::new(Exit::Failed, format!("the program cannot go on here: {why}. Nothing was started")));
+    if let Some(lack) = surroundings::lacks_of(&manifest.cpu, &surroundings::processor()) {
+        return refused(lack);
+    }
+    let changes = surroundings::changes(&manifest.files);
+    if changes.is_empty() {
+        return Ok(());
+    }
+    let more = changes.len().checked_sub(MOST_NAMED).filter(|more| *more > 0).map_or_else(String::new, |more| format!(", and {more} more"));
+    let named = changes.iter().take(MOST_NAMED).cloned().collect::<Vec<_>>().join(", ");
+    refused(format!("files that it has open or loaded have changed since it was saved: {named}{more}; put them back, or save it anew"))
 }
 
 /// A pipe: the end to read, and the end to write.

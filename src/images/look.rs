@@ -1,5 +1,6 @@
 //! What the processes of a program have that can, or cannot, be written to a disk: looked at before anything changes.
 
+use crate::surroundings;
 use crate::tree::{is_of_driver, named};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -9,7 +10,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use vramctl_coordinator::proc;
-use vramctl_store::Process;
+use vramctl_store::{FilePolicy, OpenFile, Process};
 
 /// What has been seen of a program.
 #[derive(Debug, Default)]
@@ -22,6 +23,8 @@ pub struct Look {
     pub has_connections: bool,
     /// Those to outside.
     pub outside: Vec<Outside>,
+    /// The files that it goes on with.
+    pub files: Vec<OpenFile>,
 }
 
 /// A connection to outside.
@@ -67,6 +70,19 @@ struct Open {
     mount: u64,
     /// Whether it is read, written, or both.
     access: libc::c_int,
+    /// Whether each write goes to its end.
+    appends: bool,
+}
+
+impl Open {
+    /// What becomes of it, if it is a plain file.
+    fn policy(&self) -> FilePolicy {
+        match (self.access, self.appends) {
+            (libc::O_RDONLY, _) => FilePolicy::Read,
+            (_, true) => FilePolicy::Append,
+            (_, false) => FilePolicy::Refuse,
+        }
+    }
 }
 
 /// Looks at processes that are saved together, the first one first. `with_driver`: they may have files of the driver open, as before their checkpoint.
@@ -84,17 +100,23 @@ pub fn look(pids: &[u32], with_driver: bool) -> io::Result<Look> {
     let mut connections = Vec::new();
     for (pid, files) in &of_all {
         let who = if pids.len() == 1 { String::new() } else { format!("{}: ", named(*pid)) };
-        for file in files.iter().filter(|file| !stream_of(file).is_some_and(|stream| replaced.contains(&stream.name))) {
+        let own: Vec<_> = files.iter().filter(|file| !stream_of(file).is_some_and(|stream| replaced.contains(&stream.name))).collect();
+        let plain = own.iter().filter_map(|file| Some((PathBuf::from(&file.text), file.metadata.clone()?, file.policy())));
+        look.files.extend(surroundings::files(*pid, plain)?);
+        for file in own {
             let what = obstacle(pids, file, with_driver);
             look.obstacles.extend(what.map(|what| format!("{who}descriptor {}: {what}", file.number)));
         }
         let sockets: BTreeSet<u64> = files.iter().filter_map(|file| numbered(&file.text, "socket")).collect();
         connections.extend(connections_of(*pid, &sockets));
         if session(&fs::read_to_string(format!("/proc/{pid}/stat"))?) == Some(0) {
-            let why = "a session whose leader is outside of this container, where CRIU cannot see it: start the program with setsid";
+            let why = "a session whose leader is outside of this container, where CRIU cannot see it: start the program with `vramctl run --image`, or with setsid";
             look.obstacles.push(format!("{who}{why}"));
         }
     }
+    // The strictest of each is first.
+    look.files.sort_by(|one, other| (&one.path, one.policy as u8).cmp(&(&other.path, other.policy as u8)));
+    look.files.dedup_by(|next, first| next.path == first.path);
     look.has_connections = !connections.is_empty();
     let leads_inside = |one: &Connection| connections.iter().any(|its| its.own == one.other && its.other == one.own);
     let outside = connections.iter().filter(|connection| !leads_inside(connection));
@@ -138,13 +160,15 @@ fn open_files(pid: u32) -> io::Result<Vec<Open>> {
         let text = text.to_string_lossy().into_owned();
         let information = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).unwrap_or_default();
         let field = |name: &str| information.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        let flags = field("flags:").and_then(|flags| libc::c_int::from_str_radix(flags, 8).ok()).unwrap_or_default();
         found.push(Open {
             number,
             text,
             metadata: fs::metadata(entry.path()).ok(),
             is_queue: is_queue(&entry.path()),
             mount: field("mnt_id:").and_then(|mount| mount.parse().ok()).unwrap_or_default(),
-            access: field("flags:").and_then(|flags| libc::c_int::from_str_radix(flags, 8).ok()).unwrap_or_default() & libc::O_ACCMODE,
+            access: flags & libc::O_ACCMODE,
+            appends: flags & libc::O_APPEND != 0,
         });
     }
     found.sort_by_key(|file| file.number);
@@ -196,7 +220,7 @@ fn obstacle(pids: &[u32], file: &Open, with_driver: bool) -> Option<String> {
     if let Some(kind) = text.strip_prefix("anon_inode:") {
         return match kind {
             "[io_uring]" => Some(
-                "an io_uring; start the program with USE_LIBUV=0 (torch's store) and UV_USE_IO_URING=0, or without what else makes it"
+                "an io_uring; start the program with `vramctl run --image`, or with USE_LIBUV=0 (torch's store) and UV_USE_IO_URING=0"
                     .into(),
             ),
             "[userfaultfd]" => Some("a userfaultfd, which CRIU does not save".into()),
@@ -335,7 +359,7 @@ mod tests {
 
     #[test]
     fn an_anonymous_file_is_known_by_its_kind() {
-        let file = |text: &str| Open { number: 9, text: text.into(), metadata: None, is_queue: false, mount: 0, access: 0 };
+        let file = |text: &str| Open { number: 9, text: text.into(), metadata: None, is_queue: false, mount: 0, access: 0, appends: false };
         assert!(obstacle(&[1], &file("anon_inode:[io_uring]"), false).unwrap().contains("UV_USE_IO_URING"));
         assert_eq!(obstacle(&[1], &file("anon_inode:[eventpoll]"), false), None);
         assert_eq!(numbered("pipe:[17]", "pipe"), Some(17));

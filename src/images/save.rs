@@ -21,7 +21,7 @@ use crate::details::{Details, failed, refused, split};
 use crate::guard::{self, Guard};
 use crate::look::{self, Look};
 use crate::tree::{self, Kind, Tree};
-use crate::{namespace, patch};
+use crate::{namespace, patch, surroundings};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Seek};
@@ -29,7 +29,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
-use std::{env, iter, thread};
+use std::{iter, thread};
 use vramctl_control::absence::{Mark, Marked, Says};
 use vramctl_control::address::Address;
 use vramctl_control::client::Client;
@@ -43,7 +43,8 @@ use vramctl_coordinator::{Operation, Reporter};
 use vramctl_driver::{self as driver, checkpoint::GpuMap};
 use vramctl_model::{Bytes, GpuUse, PauseRequest};
 use vramctl_store::{
-    Allocation, Connection, Contents, Cpu, Gpu, Manifest, PackId, Piece, Process, Remap, Saving, Source, Store, Stream, Versions,
+    Allocation, Connection, Contents, FilePolicy, Gpu, Manifest, OpenFile, PackId, Piece, Process, Remap, Saving, Source, Store, Stream,
+    Versions,
 };
 
 /// How long the process may take to close its socket, or to have it again.
@@ -63,6 +64,7 @@ pub struct Save {
     name: String,
     criu: Criu,
     keeps: bool,
+    verifies: bool,
 }
 
 /// What a save has done.
@@ -85,8 +87,9 @@ fn cannot(why: &str) -> CommandError {
 }
 
 impl Save {
-    /// Finds the program and looks whether it can be saved. Changes nothing. `keeps`: it goes on afterwards.
-    pub fn plan(operation: &Operation, image: &Path, keeps: bool, reporter: &dyn Reporter) -> Result<Self, CommandError> {
+    /// Finds the program and looks whether it can be saved. Changes nothing. `keeps`: it goes on afterwards. `verifies`: the image is read
+    /// back, and the program ends only if all is as it was written.
+    pub fn plan(operation: &Operation, image: &Path, keeps: bool, verifies: bool, reporter: &dyn Reporter) -> Result<Self, CommandError> {
         let criu = Criu::find()?;
         // SAFETY: touches no memory.
         if unsafe { libc::geteuid() } != 0 {
@@ -129,7 +132,7 @@ impl Save {
         }
         let (images, name) = split(image)?;
         let images = std::path::absolute(images).map_err(refused("find", images))?;
-        Ok(Self { tree, checkpoint, directory, request, images, name: name.to_owned(), criu, keeps })
+        Ok(Self { tree, checkpoint, directory, request, images, name: name.to_owned(), criu, keeps, verifies })
     }
 
     /// Saves it. After a failure, the program goes on.
@@ -141,7 +144,7 @@ impl Save {
         let mut run = Run {
             save: &mut self,
             store,
-            saving,
+            saving: Some(saving),
             contents: Vec::new(),
             parts,
             guard,
@@ -209,7 +212,8 @@ impl Part {
 struct Run<'a> {
     save: &'a mut Save,
     store: Store,
-    saving: Saving,
+    /// `None` once the image is there and others may look at it.
+    saving: Option<Saving>,
     contents: Vec<Contents>,
     parts: Vec<Part>,
     guard: Guard,
@@ -255,11 +259,18 @@ impl Run<'_> {
         let process_bytes = self.process_bytes();
         let manifest = self.describe(&look, kept)?;
         // The decision.
-        self.timed("sync", |run| run.saving.finish(manifest, &run.contents).map_err(failed))?;
+        self.timed("sync", |run| {
+            let Run { saving, contents, .. } = run;
+            saving.as_mut().map_or(Ok(()), |saving| saving.finish(manifest, contents)).map_err(failed)
+        })?;
         let process = named(&self.save.checkpoint, &self.save.tree);
         if self.save.keeps {
             self.timed("resume", |run| run.undo(reporter))?;
-        } else {
+        }
+        if self.save.verifies {
+            self.timed("verify", Self::verify)?;
+        }
+        if !self.save.keeps {
             self.kill()?;
         }
         Ok(Saved { process, contents_bytes, written_bytes, process_bytes, stages: std::mem::take(&mut self.stages) })
@@ -271,11 +282,11 @@ impl Run<'_> {
         let (mut contents_bytes, mut written_bytes) = (0, 0);
         for place in 0..self.parts.len() {
             let part = &self.parts[place];
-            self.saving.keep_for(part.pid).map_err(failed)?;
+            self.saving()?.keep_for(part.pid).map_err(failed)?;
             let mut client = self.client(part)?;
             let tags = client.status()?.memory.tags;
             let bytes = tags.iter().map(|tag| tag.host_bytes + tag.disk_bytes).sum();
-            let descriptors = self.saving.hand_out(bytes).map_err(failed)?;
+            let descriptors = self.saving()?.hand_out(bytes).map_err(failed)?;
             let mut file = memory_file().map_err(refused("make", list))?;
             let all: Vec<_> = descriptors.iter().map(AsFd::as_fd).chain([file.as_fd()]).collect();
             let (its_bytes, its_written) = client.store(self.image()?, &all)?;
@@ -364,7 +375,7 @@ impl Run<'_> {
     fn dump(&mut self) -> Result<Look, CommandError> {
         /// How often the library may have been looking for its lock at the moment of the dump, or the program may have started or ended a process.
         const TRIES: usize = 5;
-        let images = self.saving.criu_path();
+        let images = self.saving()?.criu_path();
         for _ in 0..TRIES {
             self.save.tree = self.tree_now();
             let look = self.look()?;
@@ -409,7 +420,7 @@ impl Run<'_> {
 
     /// Copies what is gone when the process is.
     fn copy_files(&mut self) -> Result<Vec<Remap>, CommandError> {
-        let top = self.saving.files_path();
+        let top = self.saving()?.files_path();
         let mut kept = Vec::new();
         let root = PathBuf::from(format!("/proc/{}/root", self.root()));
         let shared = self.save.tree.pids().into_iter().flat_map(|pid| look::shared_files(pid).into_keys());
@@ -434,7 +445,24 @@ impl Run<'_> {
         let sizes = |folder: &Path| {
             fs::read_dir(folder).into_iter().flatten().flatten().filter_map(|file| Some(file.metadata().ok()?.len())).sum::<u64>()
         };
-        sizes(&self.saving.criu_path()) + sizes(&self.saving.files_path())
+        self.saving.as_ref().map_or(0, |saving| sizes(&saving.criu_path()) + sizes(&saving.files_path()))
+    }
+
+    fn saving(&self) -> Result<&Saving, CommandError> {
+        self.saving.as_ref().ok_or_else(|| cannot("the save has ended"))
+    }
+
+    /// Reads the image back.
+    fn verify(&mut self) -> Result<(), CommandError> {
+        // Its name is this save's alone.
+        self.saving = None;
+        let found = self.store.inspect(&self.save.name).and_then(|image| image.verify()).map_err(failed)?;
+        if found.errors.is_empty() {
+            return Ok(());
+        }
+        let errors: Vec<_> = found.errors.iter().map(ToString::to_string).collect();
+        let text = format!("what was written is not what is read back: {}; `vramctl images` removes it", errors.join("; "));
+        Err(CommandError::new(Exit::Failed, text))
     }
 
     /// What the image says of itself.
@@ -481,12 +509,14 @@ impl Run<'_> {
                 kernel: kernel.trim().into(),
                 ..Versions::default()
             },
-            cpu: Cpu { architecture: env::consts::ARCH.into(), ..Cpu::default() },
+            cpu: surroundings::processor(),
             page_size: 4096,
             gpus: needed.keys().map(gpu).collect(),
             processes: self.save.tree.nodes().iter().map(process).collect::<Result<_, CommandError>>()?,
             connections: look.outside.iter().map(connection).collect::<Result<_, CommandError>>()?,
             streams: streams.collect(),
+            // The library looks for its lock now and then.
+            files: look.files.iter().filter(|file| !Path::new(&file.path).starts_with(self.save.directory.path())).cloned().collect(),
             remaps,
             ..Manifest::default()
         };
@@ -510,7 +540,7 @@ impl Run<'_> {
         }
         self.parts.iter_mut().filter_map(|part| part.away.take()).for_each(Marked::remove);
         (self.is_stopped, self.is_off, self.is_paused) = (false, false, false);
-        self.saving.release();
+        self.saving.iter().for_each(Saving::release);
         Ok(())
     }
 
@@ -545,7 +575,7 @@ impl Run<'_> {
             self.save.checkpoint.resume(reporter)?;
             self.is_paused = false;
         }
-        self.saving.release();
+        self.saving.iter().for_each(Saving::release);
         Ok(())
     }
 
@@ -623,7 +653,10 @@ fn make(folder: &Path) -> io::Result<()> {
 /// What replaces a plain file as a stream may have another size, and connections to outside are closed.
 fn patch(images: &Path, look: &Look) -> io::Result<()> {
     let changes = patch::Changes {
-        is_replaced: &|name| look.streams.iter().flatten().any(|stream| stream.name == name),
+        is_replaced: &|name| {
+            let grows = |file: &OpenFile| file.policy == FilePolicy::Append && file.path == name;
+            look.streams.iter().flatten().any(|stream| stream.name == name) || look.files.iter().any(grows)
+        },
         is_closed: &|inode| look.outside.iter().any(|one| one.inode == inode),
     };
     let path = images.join("files.img");

@@ -22,6 +22,7 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Target};
 use vramctl_coordinator::{target, text};
 use vramctl_host::program_of_words;
+use vramctl_images::prepare;
 use vramctl_model::{DEFAULT_TAG, Policy};
 
 #[derive(clap::Args)]
@@ -82,6 +83,9 @@ pub struct Args {
     /// A command (sh -c) to run after each resume, and after a pause that failed
     #[arg(long, value_name = "COMMAND", value_parser = NonEmptyStringValueParser::new())]
     on_resume: Option<String>,
+    /// Have it get no `io_uring`, which an image (`vramctl save`) cannot have
+    #[arg(long)]
+    image: bool,
     /// The library's log level; it logs to stderr [default: warn]
     #[arg(long, value_name = "LEVEL", value_parser = LEVELS)]
     log: Option<String>,
@@ -110,6 +114,9 @@ impl Execute for Args {
         }
         let mut command = Command::new(program);
         command.args(arguments);
+        if self.image {
+            prepare(&mut command);
+        }
         for (name, value) in variables {
             match value {
                 Some(value) => command.env(name, value),

@@ -32,6 +32,7 @@ Examples:
   vramctl save engine /images/llama
   vramctl save engine /images/llama --keep
   vramctl load /images/llama --name e1")]
+#[allow(clippy::struct_excessive_bools)] // independent options
 pub struct Args {
     /// The program, by name, or the id of its first process
     #[arg(value_name = "NAME", add = ArgValueCandidates::new(candidates::targets))]
@@ -42,6 +43,9 @@ pub struct Args {
     /// Have the program go on afterwards
     #[arg(long)]
     keep: bool,
+    /// Read the image back; the program ends only if all is as it was written
+    #[arg(long)]
+    verify: bool,
     #[command(flatten)]
     backup: BackupArgs,
     #[command(flatten)]
@@ -57,7 +61,7 @@ pub struct Args {
 impl Execute for Args {
     fn execute(&self) -> Result<Exit, CommandError> {
         let ui = Ui::new(self.json, self.quiet);
-        let save = Save::plan(&self.operation(), &self.directory, self.keep, &ui)?;
+        let save = Save::plan(&self.operation(), &self.directory, self.keep, self.verify, &ui)?;
         interrupt::hold();
         interrupt::watch(|| {
             output::complain("interrupted", "the image is not complete; `vramctl resume` brings the program back");

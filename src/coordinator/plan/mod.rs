@@ -6,6 +6,7 @@ mod restore;
 
 pub use aftermath::Left;
 pub use consent::Consent;
+pub use restore::STAY_SUSPENDED;
 
 use crate::Reporter;
 use crate::checkpoint::{self, Whereabouts};

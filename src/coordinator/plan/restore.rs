@@ -9,6 +9,9 @@ use crate::processes::Process;
 use vramctl_driver::checkpoint::GpuMap;
 use vramctl_model::Selection;
 
+/// What is added to the failure of a restore by which nobody is lost.
+pub const STAY_SUSPENDED: &str = ". Processes that are not back stay suspended, and nothing is lost; `vramctl resume` tries again";
+
 impl Plan {
     /// Before a resume: waits for a place in the queue and restores the suspended processes to their GPUs. Returns the plan for what is left
     /// to resume.
@@ -34,7 +37,7 @@ impl Plan {
             failure.adding(match checkpoint.members.len() - lost {
                 0 => "",
                 _ if lost > 0 => ". Any others that are not back stay suspended; `vramctl resume` tries again",
-                _ => ". Processes that are not back stay suspended, and nothing is lost; `vramctl resume` tries again",
+                _ => STAY_SUSPENDED,
             })
         })?;
         for Member { process, done, .. } in &checkpoint.members {

@@ -1,0 +1,186 @@
+//! What a program has been running in and goes on with, beside its own memory: files, packages and the processor. CRIU looks at files that are open, and
+//! at those by their size alone.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use vramctl_store::{Cpu, FilePolicy, OpenFile};
+
+/// The processor, as `/proc/cpuinfo` has it.
+pub fn processor() -> Cpu {
+    let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let of = |names: [&str; 2]| {
+        let mut fields = text.lines().filter_map(|line| line.split_once(':'));
+        fields.find(|(name, _)| names.contains(&name.trim())).map(|(_, value)| value.trim().to_owned()).unwrap_or_default()
+    };
+    let mut features: Vec<_> = of(["flags", "Features"]).split_whitespace().map(str::to_owned).collect();
+    features.sort();
+    Cpu { architecture: std::env::consts::ARCH.into(), model: of(["model name", "CPU part"]), features }
+}
+
+/// How the names of what programs use begin, on x86. The rest of the list is the kernel's business, and differs between kernels.
+const USED: [&str; 34] = [
+    "3dnow",
+    "abm",
+    "adx",
+    "aes",
+    "amx",
+    "avx",
+    "bmi",
+    "cl",
+    "cx16",
+    "enqcmd",
+    "erms",
+    "f16c",
+    "fma",
+    "fsgsbase",
+    "fsrm",
+    "gfni",
+    "lahf_lm",
+    "mmx",
+    "mov",
+    "pclmulqdq",
+    "pku",
+    "popcnt",
+    "rdpid",
+    "rdrand",
+    "rdseed",
+    "rdtscp",
+    "rtm",
+    "serialize",
+    "sha",
+    "sse",
+    "ssse3",
+    "vaes",
+    "vpclmulqdq",
+    "xsave",
+];
+
+fn is_used(feature: &str) -> bool {
+    cfg!(not(target_arch = "x86_64")) || USED.iter().any(|beginning| feature.starts_with(beginning))
+}
+
+/// Why a program that ran there cannot go on here: its libraries have chosen their code by what that processor had.
+pub fn lacks_of(saved: &Cpu, here: &Cpu) -> Option<String> {
+    if saved.architecture != here.architecture {
+        return Some(format!("it was saved on a processor of another kind: {}, and this is {}", saved.architecture, here.architecture));
+    }
+    let own: BTreeSet<_> = here.features.iter().collect();
+    let missing: Vec<_> = saved.features.iter().filter(|feature| is_used(feature) && !own.contains(feature)).map(String::as_str).collect();
+    let model = &saved.model;
+    (!missing.is_empty()).then(|| format!("it was saved on a processor ({model}) that has what this one has not: {}", missing.join(", ")))
+}
+
+/// The files that a process has `opened` or mapped and that outlive it, and what says which Python packages there are beside those.
+pub fn files(pid: u32, opened: impl Iterator<Item = (PathBuf, fs::Metadata, FilePolicy)>) -> io::Result<Vec<OpenFile>> {
+    let root = PathBuf::from(format!("/proc/{pid}/root"));
+    let opened = opened.filter(|(_, metadata, _)| metadata.is_file() && metadata.nlink() > 0);
+    let mut found: BTreeMap<_, _> = opened.map(|(path, metadata, policy)| (path, (policy, metadata))).collect();
+    let mapped = fs::read_to_string(format!("/proc/{pid}/maps"))?;
+    for line in mapped.lines() {
+        let Some(path) = line.find('/').map(|at| Path::new(&line[at..])) else { continue };
+        // What is shared is written by whoever has it.
+        let is_written = line.split_whitespace().nth(1).is_some_and(|rights| rights.starts_with("rw") && rights.ends_with('s'));
+        let policy = if is_written { FilePolicy::Refuse } else { FilePolicy::Read };
+        let packages = path.ancestors().skip(1).find(|folder| folder.ends_with("site-packages") || folder.ends_with("dist-packages"));
+        let records = packages.into_iter().flat_map(|folder| records_in(&root, folder));
+        for (path, policy) in records.map(|path| (path, FilePolicy::Read)).chain([(path.to_owned(), policy)]) {
+            if let Ok(metadata) = fs::symlink_metadata(root.join(path.strip_prefix("/").unwrap_or(&path)))
+                && metadata.is_file()
+            {
+                found.entry(path).or_insert((policy, metadata));
+            }
+        }
+    }
+    // These come with the image, or are each process's own.
+    let is_elsewhere = |path: &Path| ["/dev", "/proc", "/sys"].iter().any(|folder| path.starts_with(folder));
+    let listed = found.into_iter().filter(|(path, _)| !is_elsewhere(path)).map(|(path, (policy, metadata))| OpenFile {
+        path: path.to_string_lossy().into_owned(),
+        bytes: metadata.len(),
+        modified: modified(&metadata),
+        policy,
+    });
+    Ok(listed.collect())
+}
+
+/// The files that an installer writes anew with each package.
+fn records_in(root: &Path, folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(root.join(folder.strip_prefix("/").unwrap_or(folder))).into_iter().flatten().flatten();
+    let packages = entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.ends_with(".dist-info"));
+    packages.map(|name| folder.join(name).join("RECORD")).collect()
+}
+
+fn modified(metadata: &fs::Metadata) -> i64 {
+    metadata.mtime() * 1_000_000_000 + metadata.mtime_nsec()
+}
+
+/// What has changed of these files since.
+pub fn changes(files: &[OpenFile]) -> Vec<String> {
+    let change = |file: &OpenFile| {
+        let path = &file.path;
+        let metadata = match fs::symlink_metadata(path) {
+            Ok(metadata) => metadata,
+            Err(error) => return Some(format!("{path} ({error})")),
+        };
+        let is_same = match file.policy {
+            FilePolicy::Append => metadata.is_file(),
+            FilePolicy::Read => metadata.len() == file.bytes && modified(&metadata) == file.modified,
+            FilePolicy::Copy | FilePolicy::Refuse => metadata.len() == file.bytes,
+        };
+        let what = if metadata.len() == file.bytes {
+            "written to since".to_owned()
+        } else {
+            format!("{} bytes instead of {}", metadata.len(), file.bytes)
+        };
+        (!is_same).then(|| format!("{path} ({what})"))
+    };
+    files.iter().filter_map(change).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::time::{Duration, SystemTime};
+
+    #[test]
+    fn a_processor_without_a_feature_is_refused_and_one_with_more_is_not() {
+        let cpu = |architecture: &str, features: &[&str]| Cpu {
+            architecture: architecture.into(),
+            features: features.iter().map(|name| (*name).to_owned()).collect(),
+            ..Cpu::default()
+        };
+        let saved = cpu("x86_64", &["avx2", "avx512f"]);
+        assert_eq!(lacks_of(&saved, &cpu("x86_64", &["avx2", "avx512f", "amx_bf16"])), None);
+        assert!(lacks_of(&saved, &cpu("x86_64", &["avx2"])).unwrap().contains("has not: avx512f"));
+        let of_kernel = cpu("x86_64", &["avx2", "ibrs_enhanced"]);
+        assert_eq!(lacks_of(&of_kernel, &cpu("x86_64", &["avx2"])).is_none(), cfg!(target_arch = "x86_64"));
+        assert!(lacks_of(&saved, &cpu("aarch64", &["avx2", "avx512f"])).unwrap().contains("another kind"));
+        let own = processor();
+        assert!(!own.features.is_empty() && lacks_of(&own, &own).is_none());
+    }
+
+    #[test]
+    fn a_changed_file_is_named_and_one_that_is_appended_to_may_grow() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(&path, "before").unwrap();
+        let listed = |policy| {
+            let metadata = fs::symlink_metadata(&path).unwrap();
+            [OpenFile { path: path.to_str().unwrap().into(), bytes: metadata.len(), modified: modified(&metadata), policy }]
+        };
+        let [read, append, write] = [FilePolicy::Read, FilePolicy::Append, FilePolicy::Refuse].map(listed);
+        assert!([&read, &append, &write].iter().all(|files| changes(*files).is_empty()));
+        // As large as before, as CRIU would not notice.
+        let mut file = fs::File::options().write(true).open(&path).unwrap();
+        file.write_all(b"after!").unwrap();
+        file.set_modified(SystemTime::now() + Duration::from_secs(1)).unwrap();
+        assert_eq!([&read, &append, &write].map(|files| changes(files).len()), [1, 0, 0]);
+        file.set_len(100).unwrap();
+        assert_eq!([&read, &append, &write].map(|files| changes(files).len()), [1, 0, 1]);
+        fs::remove_file(&path).unwrap();
+        assert_eq!([&read, &append, &write].map(|files| changes(files).len()), [1, 1, 1]);
+    }
+}
