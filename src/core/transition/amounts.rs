@@ -112,7 +112,8 @@ fn all(counts: &Counts) -> Vec<Amount> {
 }
 
 /// The places of what goes: as many of each class and size as are asked for. For those that are not there, as many bytes, the cheapest first, with no
-/// more contents. `None`: there is not as much.
+/// more contents than were asked for, or those of one allocation more: programs take and free memory between the question and the order. `None`: there
+/// is not as much.
 fn pick(there: &[(Class, u64)], amounts: &[Amount]) -> Option<Vec<usize>> {
     let mut by_kind = BTreeMap::<(Class, Reverse<u64>), Vec<usize>>::new();
     for (place, &(class, bytes)) in there.iter().enumerate().rev() {
@@ -147,6 +148,13 @@ fn pick(there: &[(Class, u64)], amounts: &[Amount]) -> Option<Vec<usize>> {
         }
         if missing == 0 {
             break;
+        }
+    }
+    if missing > 0 && contents > 0 {
+        let left = by_kind.iter().filter_map(|(&(_, Reverse(bytes)), places)| Some((bytes, *places.last()?)));
+        if let Some((_, place)) = left.filter(|&(bytes, _)| bytes >= missing).min() {
+            picked.push(place);
+            missing = 0;
         }
     }
     picked.sort_unstable();
@@ -187,10 +195,21 @@ mod tests {
     #[test]
     fn no_more_contents_go_than_were_asked_for() {
         assert_eq!(picked(&[(Discardable, 6, 2)]), None);
-        assert_eq!(picked(&[(Discardable, 6, 2), (Kept, 3, 1)]), None);
-        assert_eq!(picked(&[(Discardable, 6, 2), (Kept, 9, 1)]), None);
         assert_eq!(picked(&[(Kept, 13, 1)]), Some(vec![2, 3]));
-        assert_eq!(pick(&[(Kept, 22), (Kept, 22)], &amounts(&[(Kept, 20, 2)])), None);
+        assert_eq!(
+            pick(&[(Kept, 9), (Kept, 9), (Kept, 9)], &amounts(&[(Discardable, 20, 1), (Kept, 9, 1)])),
+            None,
+            "two more would have to go"
+        );
+    }
+
+    /// What was asked for was freed since, and everything else is larger.
+    #[test]
+    fn or_those_of_one_allocation_more() {
+        assert_eq!(picked(&[(Discardable, 6, 2), (Kept, 3, 1)]), Some(vec![2, 3]));
+        assert_eq!(picked(&[(Discardable, 6, 2), (Kept, 9, 1)]), Some(vec![0, 1, 2, 3]));
+        assert_eq!(pick(&[(Kept, 22), (Kept, 22)], &amounts(&[(Kept, 20, 2)])), Some(vec![0, 1]));
+        assert_eq!(pick(&[(Kept, 900)], &amounts(&[(Kept, 6, 1)])), Some(vec![0]));
     }
 
     /// A program may have many allocations of different sizes.
