@@ -82,7 +82,7 @@ def is_shown(text: Any) -> bool:
 
 
 def coloured(picture: str, label: str) -> str:
-    """The picture with its colours as variables, which have two values each, and with words for those who do not see it."""
+    """The picture with its colours as variables, which have two values each, with words for those who do not see it, and with a line for each element."""
     used = {name: pair for name, pair in COLOURS.items() if pair[0] in picture}
     for name, (light, _) in used.items():
         # First the colour itself, for what knows no variables.
@@ -90,5 +90,6 @@ def coloured(picture: str, label: str) -> str:
     values = [" ".join(f"--{name.replace(' ', '-')}: {pair[dark]};" for name, pair in used.items()) for dark in (0, 1)]
     style = f"<style>:root {{ {values[0]} }} @media (prefers-color-scheme: dark) {{ :root {{ {values[1]} }} }}</style>"
     picture = re.sub(r"<metadata>.*?</metadata>\s*", "", picture, flags=re.DOTALL)
+    picture = re.sub(r"[ \t]*\n\s*(?![\s<]|\Z)", " ", picture)
     head, tail = picture[picture.index("<svg ") :].split(">", 1)
     return f'{head} role="img" aria-label="{html.escape(label)}">\n {style}{tail}'
