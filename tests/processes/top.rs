@@ -134,12 +134,11 @@ const SMALL: (u16, u16) = (24, 80);
 fn jobs_are_watched_paused_and_resumed_by_key() {
     let machine = Machine::new();
     let mut engine = machine.job::<2>("engine");
-    let mut trainer =
-        machine.start_with("trainer", "engine_regions", |command| _ = command.args(["--weights-mib", "100", "--kv-mib", "8"]));
+    let mut tuner = machine.start_with("tuner", "engine_regions", |command| _ = command.args(["--weights-mib", "100", "--kv-mib", "8"]));
     let mut top = Terminal::start(&machine, &["top", "--interval", "0.2"], SMALL);
     top.shows(&["vramctl top: 3 processes, every 0.2 s"]);
     top.shows(&["> ", "engine x2", "active"]);
-    top.shows(&[&format!("trainer (pid {})", trainer.pid()), "active"]);
+    top.shows(&[&format!("tuner (pid {})", tuner.pid()), "active"]);
     top.shows(&["default", "active", "MiB"]);
     // The bar has the letters of the table.
     let letters = |screen: &str| {
@@ -165,9 +164,9 @@ fn jobs_are_watched_paused_and_resumed_by_key() {
     top.shows(&["resumed job engine: 2 processes"]);
     engine.iter_mut().for_each(common::machine::Program::verify);
 
-    // Three rows below are those of the trainer, whose KV cache is not kept: the question says so.
+    // Three rows below are those of the tuner, whose KV cache is not kept: the question says so.
     top.press("\x1b[Fkkkp");
-    top.shows(&["$ vramctl pause --name=trainer"]);
+    top.shows(&["$ vramctl pause --name=tuner"]);
     top.shows(&["LOST: the contents of kv_cache (8.00 MiB)"]);
     top.press("n");
     top.expect("no question", |screen| !screen.contains("Really?"));
@@ -176,25 +175,25 @@ fn jobs_are_watched_paused_and_resumed_by_key() {
     top.press("\x1b[F");
     top.shows(&["> ", "weights"]);
     top.press("p");
-    top.shows(&["$ vramctl pause --name=trainer weights"]);
+    top.shows(&["$ vramctl pause --name=tuner weights"]);
     top.press("y");
-    top.shows(&["trainer", "held, weights"]);
+    top.shows(&["tuner", "held, weights"]);
     top.shows(&["> ", "weights", "paused"]);
     // Until the command has ended, another is refused.
-    top.shows(&["paused weights of trainer"]);
+    top.shows(&["paused weights of tuner"]);
     top.press("ry");
-    top.shows(&["resumed weights of trainer"]);
-    trainer.verify();
+    top.shows(&["resumed weights of tuner"]);
+    tuner.verify();
 
-    // By size: the trainer has most.
+    // By size: the tuner has most.
     let in_order = |screen: &str, names: [&str; 2]| {
         let places = names.map(|name| screen.lines().position(|line| line.contains(name)));
         places.iter().all(Option::is_some) && places.is_sorted()
     };
-    top.expect("the engine first", |screen| in_order(screen, ["engine x2", "trainer (pid"]));
+    top.expect("the engine first", |screen| in_order(screen, ["engine x2", "tuner (pid"]));
     top.press("o");
     top.shows(&["order: size"]);
-    top.expect("the trainer first", |screen| in_order(screen, ["trainer (pid", "engine x2"]));
+    top.expect("the tuner first", |screen| in_order(screen, ["tuner (pid", "engine x2"]));
     top.press("t");
     top.shows(&["pid", &engine[1].pid().to_string(), "active"]);
     top.press("+");
@@ -204,9 +203,9 @@ fn jobs_are_watched_paused_and_resumed_by_key() {
     top.press("\x1b");
     top.expect("no help", |screen| !screen.contains("pause what is selected"));
     // It goes, and others come.
-    drop(trainer);
+    drop(tuner);
     // The last message, which names it, stays for a while.
-    top.expect("no trainer", |screen| line_with(screen, &["trainer", "active"]).is_none());
+    top.expect("no tuner", |screen| line_with(screen, &["tuner", "active"]).is_none());
     let _late = machine.engine("late");
     top.shows(&["late (pid", "active"]);
     top.press("q");
@@ -234,23 +233,23 @@ fn a_job_leaves_the_gpu_and_comes_back() {
 #[test]
 fn what_is_typed_after_a_slash_filters() {
     let machine = Machine::new();
-    let (_engine, _trainer) = (machine.engine("engine"), machine.engine("trainer"));
+    let (_engine, _tuner) = (machine.engine("engine"), machine.engine("tuner"));
     let mut top = Terminal::start(&machine, &["top", "-i", "0.2"], SMALL);
     top.shows(&["engine (pid", "active"]);
-    top.shows(&["trainer (pid", "active"]);
-    let only_the_trainer = |screen: &str| !screen.contains("engine (pid") && screen.contains("trainer (pid");
+    top.shows(&["tuner (pid", "active"]);
+    let only_the_tuner = |screen: &str| !screen.contains("engine (pid") && screen.contains("tuner (pid");
     // Letters that are keys elsewhere are only letters here.
-    top.press("/traq");
-    top.shows(&["filter: traq_"]);
+    top.press("/tunq");
+    top.shows(&["filter: tunq_"]);
     top.shows(&["nothing contains"]);
     top.press("\x7f");
-    top.expect("only the trainer", only_the_trainer);
+    top.expect("only the tuner", only_the_tuner);
     top.press("\r");
-    top.expect("no question", |screen| !screen.contains("filter: tra_"));
-    assert!(only_the_trainer(&top.screen()));
+    top.expect("no question", |screen| !screen.contains("filter: tun_"));
+    assert!(only_the_tuner(&top.screen()));
     // Keys apply to what is shown.
     top.press("p");
-    top.shows(&["$ vramctl pause --name=trainer"]);
+    top.shows(&["$ vramctl pause --name=tuner"]);
     top.press("n");
     top.expect("no question", |screen| !screen.contains("Really?"));
     top.press("\x1b");

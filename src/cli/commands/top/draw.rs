@@ -237,6 +237,7 @@ fn nobody(found: Option<usize>) -> String {
 
 fn row_line(columns: &Columns, row: &TableRow, is_selected: bool) -> Line<'static> {
     let title = if row.is_child() { format!("  {}", row.title) } else { row.title.clone() };
+    let title = fit_name(&title, columns.title);
     let state = row.progress.map_or_else(|| row.state.clone(), |progress| progress_text(progress, columns.state));
     let numbers = [row.active, row.paused, row.host, row.disk].map(|bytes| if bytes == 0 { "-".into() } else { Bytes(bytes).to_string() });
     let letter = match row.letter {
@@ -317,6 +318,14 @@ fn overlay(buffer: &mut Buffer, area: Rect, overlay: &Overlay) {
 
 fn width_of(text: &str) -> usize {
     Span::raw(text).width()
+}
+
+/// Cuts the name in front of a pid, which commands need whole, to this width in all.
+fn fit_name(title: &str, width: usize) -> String {
+    match title.rfind(" (pid ").map(|at| title.split_at(at)) {
+        Some((name, pid)) if width_of(title) > width && pid.len() + 3 < width => format!("{}{pid}", fit(name, width - pid.len())),
+        _ => title.to_owned(),
+    }
 }
 
 /// Cuts a text to this width.
@@ -412,6 +421,14 @@ mod tests {
     use vramctl_driver::{Card, NoCards};
     use vramctl_host::limits::Room;
     use vramctl_model::{DeviceStatus, Holder, Stage, TagState, Totals, Unmanaged};
+
+    #[test]
+    fn a_pid_is_shown_whole() {
+        assert_eq!(fit_name("tuner (pid 4194304)", 19), "tuner (pid 4194304)");
+        assert_eq!(fit_name("trainer (pid 4194304)", 19), "tra.. (pid 4194304)");
+        assert_eq!(fit_name("a name that is long", 10), "a name that is long", "for fit() to cut");
+        assert_eq!(fit_name("trainer (pid 4194304)", 9), "trainer (pid 4194304)");
+    }
 
     const GIB: u64 = 1 << 30;
     const MIB: u64 = 1 << 20;
