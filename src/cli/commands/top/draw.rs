@@ -776,7 +776,7 @@ Link   out none yet, in none yet
             now,
         );
         let drawn = picture(&model, now, 80, 12);
-        assert!(!drawn.contains('\x1b') && drawn.contains("evil\u{fffd}[2J\u{fffd}n"), "{drawn}");
+        assert!(!drawn.contains('\x1b') && drawn.contains("evil\u{fffd}[2J\u{fffd}.. (pid 1)"), "{drawn}");
         let widths: Vec<_> = drawn.lines().filter(|line| line.contains("active")).map(width_of).collect();
         assert_eq!(widths, [80, 80], "{drawn}");
     }
