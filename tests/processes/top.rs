@@ -336,11 +336,11 @@ fn the_terminal_is_restored_however_it_ends() {
 #[test]
 fn a_stopped_process_does_not_stop_the_display() {
     let machine = Machine::new();
-    let (stopped, other) = (machine.engine("stopped"), machine.engine("other"));
+    let (stopped, other) = (machine.engine("stuck"), machine.engine("other"));
     let mut top = Terminal::start(&machine, &["top", "-i", "0.2"], SMALL);
-    top.shows(&["stopped", "active"]);
+    top.shows(&["stuck", "active"]);
     stopped.signal(libc::SIGSTOP);
-    top.shows(&["stopped", "no answer for"]);
+    top.shows(&["stuck", "no answer for"]);
     // The rest goes on, and keys do.
     machine.vramctl("pause --pid ").expect(2, "", "");
     machine.vramctl(&format!("pause --pid {}", other.pid())).expect(0, "", "");
@@ -348,7 +348,7 @@ fn a_stopped_process_does_not_stop_the_display() {
     top.press("o");
     top.shows(&["order: size"]);
     stopped.signal(libc::SIGCONT);
-    top.shows(&["stopped", "active"]);
+    top.shows(&["stuck", "active"]);
     top.press("q");
     top.ended();
 }
