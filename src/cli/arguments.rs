@@ -135,8 +135,7 @@ pub fn engine_key() -> Option<String> {
     env::var("VRAMCTL_ENGINE_KEY").ok().filter(|key| !key.is_empty())
 }
 
-/// The options that choose where contents go.
-// No documentation comment: clap would take it for the description of the command.
+/// The option that limits how long a hold waits.
 #[derive(clap::Args)]
 pub struct HoldTimeoutArgs {
     /// How many seconds to wait for GPU work in flight; after that, nothing has changed and the program continues
@@ -144,6 +143,7 @@ pub struct HoldTimeoutArgs {
     pub hold_timeout: Duration,
 }
 
+/// The options that choose where contents go.
 #[derive(clap::Args)]
 pub struct BackupArgs {
     /// Drop the contents: the memory reads as zero after the resume
