@@ -5,8 +5,10 @@
 //! Every descriptor of the library that outlives a call is a [`Held`].
 
 use crate::{fork, system};
+use std::fs::File;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
 use std::{io, mem, ptr};
 
@@ -25,20 +27,57 @@ pub struct Held {
 /// Device and inode of a file.
 pub type Identity = (u64, u64);
 
+/// A type of an open file that can be a [`Held`].
+pub trait Opened: Into<OwnedFd> {
+    /// Whether the type says that the file is a socket.
+    const IS_SOCKET: bool;
+}
+
+impl Opened for OwnedFd {
+    const IS_SOCKET: bool = false;
+}
+
+impl Opened for File {
+    const IS_SOCKET: bool = false;
+}
+
+impl Opened for UnixListener {
+    const IS_SOCKET: bool = true;
+}
+
+impl Opened for UnixStream {
+    const IS_SOCKET: bool = true;
+}
+
+impl Opened for UnixDatagram {
+    const IS_SOCKET: bool = true;
+}
+
 impl Held {
-    /// Takes a descriptor with `O_CLOEXEC`. Call this right after the descriptor was opened: a child that is forked in between inherits it. That
-    /// takes microseconds. To exclude it, a fork of the program would have to wait for the library.
-    pub fn new(descriptor: impl Into<OwnedFd>) -> io::Result<Self> {
-        let descriptor = above_standard(descriptor.into())?;
-        let identity = identity(descriptor.as_raw_fd()).ok_or_else(io::Error::last_os_error)?;
+    /// Takes a descriptor with `O_CLOEXEC`. Call this right after the descriptor was opened. What happens in the microseconds between cannot be
+    /// excluded unless the program waits for the library: a child that is forked inherits the descriptor, and a daemon that closes everything
+    /// and opens its own files one by one may put one under the number. A socket's number that has another kind of file is left to the program.
+    pub fn new<T: Opened>(descriptor: T) -> io::Result<Self> {
+        Self::take(descriptor.into(), |(_, mode)| !T::IS_SOCKET || mode & libc::S_IFMT == libc::S_IFSOCK)
+    }
+
+    /// Takes a descriptor if the file behind it `may_be` the one that was opened.
+    fn take(descriptor: OwnedFd, may_be: impl FnOnce((Identity, libc::mode_t)) -> bool) -> io::Result<Self> {
+        let descriptor = above_standard(descriptor)?;
+        // Not closed by us from here on, if it is not ours.
         let number = descriptor.into_raw_fd();
+        let found = file_of(number).ok_or_else(io::Error::last_os_error)?;
+        let (identity, _) = found;
+        if !may_be(found) {
+            return Err(closed_by_program());
+        }
         Ok(Self { number, identity, generation: fork::generation(), slot: Slot::take(number, identity) })
     }
 
     /// The descriptor, for immediate use. Fails if the program has closed it, or in a forked child.
     pub fn get(&self) -> io::Result<BorrowedFd<'_>> {
         if !self.is_ours() {
-            return Err(io::Error::new(io::ErrorKind::NotConnected, "the program has closed a descriptor that it did not open"));
+            return Err(closed_by_program());
         }
         // SAFETY: open, as just checked, and the library does not close it while it is borrowed.
         Ok(unsafe { BorrowedFd::borrow_raw(self.number) })
@@ -53,7 +92,8 @@ impl Held {
 
     /// Another descriptor of the same open file.
     pub fn copy(&self) -> io::Result<Self> {
-        self.get()?.try_clone_to_owned().and_then(Self::new)
+        let copy = self.get()?.try_clone_to_owned()?;
+        Self::take(copy, |(identity, _)| identity == self.identity)
     }
 
     /// The same, under the number of `other`, whose file is closed.
@@ -64,7 +104,8 @@ impl Held {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: just opened, and nobody else's.
-        Self::new(unsafe { OwnedFd::from_raw_fd(number) })
+        let copy = unsafe { OwnedFd::from_raw_fd(number) };
+        Self::take(copy, |(identity, _)| identity == self.identity)
     }
 
     /// Whether the number still belongs to the same file, in the same process.
@@ -86,6 +127,10 @@ impl Drop for Held {
             unsafe { libc::close(self.number) };
         }
     }
+}
+
+fn closed_by_program() -> io::Error {
+    io::Error::new(io::ErrorKind::NotConnected, "the program has closed a descriptor that it did not open")
 }
 
 /// Whether a number is the library's. It is not if the program has closed that descriptor and has another file under the number.
@@ -209,7 +254,6 @@ extern "C" fn close_in_child() {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs::File;
     use std::os::unix::fs::FileExt;
 
     fn held() -> Held {
@@ -231,6 +275,30 @@ mod tests {
         // SAFETY: the program's, and still open.
         let program = unsafe { File::from_raw_fd(number) };
         assert_eq!(program.metadata().unwrap().len(), 0);
+    }
+
+    /// A daemon closes everything and opens its files one by one: the library's new socket has just got a number that the daemon uses next.
+    #[test]
+    fn a_number_that_the_program_takes_before_it_is_looked_at_is_left_alone() {
+        let programs = tempfile::tempfile().unwrap();
+        let held = Held::new(UnixDatagram::unbound().unwrap()).unwrap();
+        let take_number = |number| {
+            // SAFETY: replaces the library's, as a program that closed it would.
+            assert_eq!(unsafe { libc::dup2(programs.as_raw_fd(), number) }, number);
+        };
+        let socket = UnixDatagram::unbound().unwrap();
+        let number = socket.as_raw_fd();
+        take_number(number);
+        assert_eq!(Held::new(socket).unwrap_err().kind(), io::ErrorKind::NotConnected);
+        let copy = held.get().unwrap().try_clone_to_owned().unwrap();
+        let other = copy.as_raw_fd();
+        take_number(other);
+        assert!(Held::take(copy, |(identity, _)| identity == held.identity).is_err());
+        for number in [number, other] {
+            // SAFETY: the program's, and still open.
+            let program = unsafe { File::from_raw_fd(number) };
+            assert_eq!(program.metadata().unwrap().len(), 0);
+        }
     }
 
     #[test]

@@ -27,7 +27,7 @@ pub mod weak;
 pub mod worker;
 
 pub use boundary::guarded;
-pub use descriptor::{Held, Identity, above_standard, is_held, is_one_file};
+pub use descriptor::{Held, Identity, Opened, above_standard, is_held, is_one_file};
 pub use fork::{PerProcess, on_fork_in_child};
 pub use hash::fnv1a;
 pub use lock::Unpoison;

@@ -300,7 +300,7 @@ static void close_sockets(void)
 }
 
 /* Becomes a daemon: closes all descriptors but the driver's and opens files of its own under the same numbers, with the
- * standard streams closed or on files. Runs until the test removes the named file. */
+ * standard streams closed or on files. Then the named file, which was empty, has a byte. Runs until the test removes it. */
 static void into_the_background(bool closed_streams)
 {
 	enum { MANY = 256 };
@@ -323,6 +323,8 @@ static void into_the_background(bool closed_streams)
 			_exit(2);
 		files[i] = file.st_ino;
 	}
+	if (truncate(stop, 1) != 0)
+		_exit(5);
 	while (access(stop, F_OK) == 0)
 		usleep(10000);
 	for (int i = 0; i < MANY; i++) {

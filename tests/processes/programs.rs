@@ -542,8 +542,9 @@ fn a_program_in_the_background_is_found_and_keeps_its_files() {
         let socket = || fs::metadata(&path).map(|socket| (socket.ino(), socket.ctime(), socket.ctime_nsec())).unwrap();
         let first = socket();
         program.tell("go on");
-        // It has closed its end of the pipe.
+        // It has closed its end of the pipe, and then the rest: whoever opens a file meanwhile can lose its number to the program.
         program.rest();
+        common::eventually("all of its files are open", || fs::metadata(&stop).is_ok_and(|stop| stop.len() == 1));
         // Several clients at once: none may remove the new socket, mistaking it for the old one.
         std::thread::scope(|scope| {
             for _ in 0..6 {
