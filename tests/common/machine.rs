@@ -6,6 +6,7 @@ use std::ffi::OsStr;
 use std::fs::{self, DirBuilder};
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::Shutdown;
+use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -398,9 +399,33 @@ fn output_of(command: Child) -> Output {
     output
 }
 
+/// A child that ends with the test, however that ends.
+pub struct Killed(pub Child);
+
+impl Deref for Killed {
+    type Target = Child;
+
+    fn deref(&self) -> &Child {
+        &self.0
+    }
+}
+
+impl DerefMut for Killed {
+    fn deref_mut(&mut self) -> &mut Child {
+        &mut self.0
+    }
+}
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 /// A program on the machine, which has a pipe at each end.
 pub struct Program {
-    pub child: Child,
+    pub child: Killed,
     pub output: BufReader<ChildStdout>,
 }
 
@@ -408,7 +433,7 @@ impl Program {
     pub fn spawn(command: &mut Command) -> Self {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
-        Self { child, output }
+        Self { child: Killed(child), output }
     }
 
     /// Waits until it is ready.
@@ -556,13 +581,6 @@ impl Program {
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

@@ -21,7 +21,7 @@ mod status;
 mod targets;
 
 use crate::common;
-use crate::common::machine::{Machine, Ran};
+use crate::common::machine::{Killed, Machine, Ran};
 use crate::common::{command_line, interruptible, library};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -68,7 +68,7 @@ enum Reaction {
 
 /// A fake process with tags of 1 GiB each.
 struct Fake {
-    child: Child,
+    child: Killed,
     socket: PathBuf,
     state: Arc<Mutex<State>>,
 }
@@ -118,7 +118,7 @@ impl Fake {
             gpu: GPU.into(),
             job: None,
         };
-        let fake = Self { child, socket, state: Arc::new(Mutex::new(state)) };
+        let fake = Self { child: Killed(child), socket, state: Arc::new(Mutex::new(state)) };
         let (state, react) = (Arc::clone(&fake.state), Arc::new(react));
         // The thread ends with the test process.
         thread::spawn(move || {
@@ -162,8 +162,6 @@ impl Drop for Fake {
     fn drop(&mut self) {
         // The thread keeps listening, but the socket can no longer be found.
         let _ = fs::remove_file(&self.socket);
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -391,7 +389,7 @@ fn copy_command(to: &Path) {
 
 /// A listening process that is stopped, as by a debugger or a frozen cgroup.
 struct Stopped {
-    child: Child,
+    child: Killed,
     socket: PathBuf,
 }
 
@@ -413,7 +411,7 @@ impl Stopped {
         assert_eq!(said.next().unwrap().unwrap(), "ready");
         // SAFETY: touches no memory; the child is ours.
         assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGSTOP) }, 0);
-        Self { socket: machine.socket(child.id()), child }
+        Self { socket: machine.socket(child.id()), child: Killed(child) }
     }
 
     fn pid(&self) -> u32 {
@@ -423,8 +421,6 @@ impl Stopped {
 
 impl Drop for Stopped {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
         let _ = fs::remove_file(&self.socket);
     }
 }

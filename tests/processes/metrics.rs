@@ -3,11 +3,11 @@
 #![allow(clippy::float_cmp)]
 
 use crate::common;
-use crate::common::machine::Machine;
+use crate::common::machine::{Killed, Machine};
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
@@ -134,7 +134,7 @@ fn a_file_for_node_exporter_holds_the_page() {
 }
 
 /// A server that ends with the test.
-struct Server(Child, SocketAddr);
+struct Server(#[expect(dead_code, reason = "killed when dropped")] Killed, SocketAddr);
 
 impl Server {
     fn start(machine: &Machine) -> Self {
@@ -145,7 +145,7 @@ impl Server {
         let address = line.trim().strip_prefix("listening: http://").and_then(|rest| rest.strip_suffix("/metrics"));
         let address: SocketAddr = address.unwrap_or_else(|| panic!("{line}")).parse().unwrap();
         assert!(address.ip().is_loopback());
-        Self(child, address)
+        Self(Killed(child), address)
     }
 
     fn connect(&self) -> TcpStream {
@@ -169,13 +169,6 @@ impl Server {
         let (head, page) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{answer}"));
         assert!(head.starts_with("HTTP/1.1 200 OK\r\n") && head.contains("text/plain; version=0.0.4"), "{head}");
         page.to_owned()
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
     }
 }
 

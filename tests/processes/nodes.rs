@@ -2,13 +2,13 @@
 //! whoever dies at which step. The nodes are directories of one simulated machine.
 
 use crate::common::eventually;
-use crate::common::machine::{Machine, Program};
+use crate::common::machine::{Killed, Machine, Program};
 use serde_json::{Value, json};
 use std::fs::DirBuilder;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Stdio};
+use std::process::{ChildStdin, ChildStdout, Stdio};
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
@@ -131,7 +131,7 @@ fn reach_all(both: &mut [Participant; 2], steps: &[&str]) -> bool {
 
 /// `vramctl operate` on a node.
 struct Participant {
-    child: Child,
+    _child: Killed,
     stdin: Option<ChildStdin>,
     stdout: BufReader<ChildStdout>,
     step: String,
@@ -146,7 +146,7 @@ impl Participant {
         let mut command = machine.cli("operate");
         let mut child = command.env("VRAMCTL_DIR", node(machine, place)).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let (stdin, stdout) = (child.stdin.take(), BufReader::new(child.stdout.take().unwrap()));
-        let mut participant = Self { child, stdin, stdout, step: String::new(), ended: None };
+        let mut participant = Self { _child: Killed(child), stdin, stdout, step: String::new(), ended: None };
         participant.say(&request.to_string());
         participant
     }
@@ -181,13 +181,6 @@ impl Participant {
             assert!(!self.reach("outcome"));
         }
         self.ended.clone().unwrap()
-    }
-}
-
-impl Drop for Participant {
-    fn drop(&mut self) {
-        _ = self.child.kill();
-        _ = self.child.wait();
     }
 }
 

@@ -1,12 +1,12 @@
 //! `vramctl top` in a pseudo-terminal with a terminal emulator, and with real programs on a simulated machine.
 
 use crate::common;
-use crate::common::machine::{Machine, Program};
+use crate::common::machine::{Killed, Machine, Program};
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitStatus};
+use std::process::{Command, ExitStatus};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
@@ -15,7 +15,7 @@ struct Terminal {
     ours: File,
     theirs: OwnedFd,
     modes: libc::termios,
-    child: Child,
+    child: Killed,
     screen: Arc<Mutex<vt100::Parser>>,
     /// All that it was told.
     told: Arc<Mutex<Vec<u8>>>,
@@ -48,7 +48,7 @@ impl Terminal {
         let mut parser = vt100::Parser::new(rows, columns, 0);
         parser.process(b"what was there before\r\n");
         let (screen, told) = (Arc::new(Mutex::new(parser)), Arc::new(Mutex::new(Vec::new())));
-        let terminal = Self { ours, theirs, modes, child: command.spawn().unwrap(), screen, told };
+        let terminal = Self { ours, theirs, modes, child: Killed(command.spawn().unwrap()), screen, told };
         let (mut ours, screen, told) = (terminal.ours.try_clone().unwrap(), Arc::clone(&terminal.screen), Arc::clone(&terminal.told));
         thread::spawn(move || {
             let mut part = [0; 4096];
@@ -108,13 +108,6 @@ impl Terminal {
         let flags = |modes: &libc::termios| (modes.c_iflag, modes.c_oflag, modes.c_cflag, modes.c_lflag);
         assert_eq!(flags(&now), flags(&self.modes));
         status
-    }
-}
-
-impl Drop for Terminal {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

@@ -54,20 +54,10 @@ fn a_program_that_cannot_start_in_the_background_is_refused_as_in_a_shell() {
     machine.vramctl("logs -f short").expect(0, "its end\n", "");
 }
 
-/// A command without end.
-struct Follower(Child);
-
-impl Drop for Follower {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn what_happens_is_told_as_it_happens() {
     let machine = Machine::new();
-    let mut told = Follower(machine.cli("events --json").stdout(Stdio::piped()).spawn().unwrap());
+    let mut told = Killed(machine.cli("events --json").stdout(Stdio::piped()).spawn().unwrap());
     let (tell, events) = mpsc::channel();
     let lines = BufReader::new(told.0.stdout.take().unwrap()).lines();
     thread::spawn(move || lines.map_while(Result::ok).try_for_each(|line| tell.send(serde_json::from_str::<Value>(&line).unwrap())));
