@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::env;
 use std::process::Command;
 use std::sync::Once;
-use vramctl_core::events::{self, Change, Owner};
+use vramctl_core::events::{self, Change, Owner, Presence};
 use vramctl_intercept::entries;
 use vramctl_model::{Happening, MemoryOwner, OwnersBytes, Stage, TraceEvent, Verb};
 use vramctl_observe::trace;
@@ -137,7 +137,7 @@ fn a_forked_child_starts_empty() {
     let child = unsafe { libc::fork() };
     if child == 0 {
         let empty = trace::since(0, None);
-        events::change(Change::Allocated, Owner::Library("child"), None, 1);
+        events::change(Change::Allocated, Owner::Library("child"), None, 1, &Presence::default());
         let after = trace::since(0, None);
         let fine = empty.on && empty.events.is_empty() && empty.owners.is_empty() && (after.events.len(), after.next) == (1, 1);
         // SAFETY: ends the child without running the test harness's exit handlers.

@@ -54,6 +54,8 @@ class Real(unittest.TestCase):
             self.assertEqual(engine.ask("check"), "weights ok, cache zero")
         with Program("engine"), vramctl.Client("engine") as client:
             self.assertFalse(client.events()["on"])
+            self.assertEqual((client.record(), client.record()), (True, False))
+            self.assertTrue(client.events()["on"])
 
     def test_a_process_cannot_hold_itself(self) -> None:
         source = HOLDER.replace(

@@ -256,9 +256,14 @@ class Client:
     def events(self, since: int = 0) -> dict[str, Any]:
         """What has happened to the process's memory, from an event's number on, as a dict (``docs/protocol.md``: ``events``).
 
-        Ask again from ``next``, at once if there is ``more``. The process must have ``VRAMCTL_TRACE=1``, else ``on`` is false.
+        Ask again from ``next``, at once if there is ``more``. The process must have ``VRAMCTL_TRACE=1``, or have been asked to `record`,
+        else ``on`` is false.
         """
         return self._question("events", "events", since=since)
+
+    def record(self) -> bool:
+        """Has the process record `events` from now on. Returns whether it begins now: False if it recorded some already."""
+        return bool(self._question("record", "recording")["begun"])
 
     def pause(
         self,

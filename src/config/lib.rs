@@ -100,7 +100,7 @@ pub struct Config {
     pub gives_back_after: Option<Duration>,
     /// `VRAMCTL_WAIT`: how long a request waits for room while nobody can give way.
     pub waits_for: Option<Duration>,
-    /// `VRAMCTL_TRACE`: how many bytes of events are kept. 0: none are recorded.
+    /// `VRAMCTL_TRACE`: how many bytes of events are kept. 0: none are recorded, until somebody asks for it.
     pub trace: usize,
     /// `VRAMCTL_WATCH`.
     pub watch: Watch,
@@ -173,8 +173,9 @@ const DEFAULT_MIN_BYTES: usize = 1 << 20;
 /// The default of `VRAMCTL_HOST_KEEP`, in seconds. Programs that take turns on a GPU pause again sooner.
 const DEFAULT_HOST_KEEP: u32 = 60;
 
-/// The most and the least of `VRAMCTL_TRACE`.
-const MOST_TRACE: usize = 16 << 20;
+/// The most of `VRAMCTL_TRACE`, and what a trace has that is begun later.
+pub const MOST_TRACE: usize = 16 << 20;
+/// The least.
 const LEAST_TRACE: usize = 64 << 10;
 
 /// The name that this process has got since its start, as the process of an image.

@@ -172,6 +172,11 @@ impl Client {
         answer!(self, Request::Events { since, most: None }, Reply::Events(events) => events)
     }
 
+    /// Has it record the events of its memory from now on. Returns whether it has begun now.
+    pub fn record(&mut self) -> Result<bool, ClientError> {
+        answer!(self, Request::Record, Reply::Recording { begun } => begun)
+    }
+
     /// Asks what a pause or resume would do.
     pub fn plan(&mut self, transition: Transition) -> Result<DryRun, ClientError> {
         answer!(self, Request::Plan(transition), Reply::Plan(plan) => plan)

@@ -45,6 +45,9 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         most: Option<usize>,
     },
+    /// Record from now on what happens to your memory, until you end.
+    #[serde(deserialize_with = "no_fields")]
+    Record,
     /// Take memory away.
     Pause(PauseRequest),
     /// What would this pause or resume do?
@@ -197,6 +200,11 @@ pub enum Reply {
     Status(ProcessStatus),
     /// To `events`.
     Events(Events),
+    /// To `record`.
+    Recording {
+        /// Whether it has begun now: the process recorded nothing before.
+        begun: bool,
+    },
     /// To `pause`, `resume` and `commit`.
     Done(Report),
     /// To `hold`: new calls wait.

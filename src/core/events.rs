@@ -6,7 +6,7 @@
 use std::ffi::CStr;
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use vramctl_control::protocol::{Reply, Request};
 use vramctl_driver::CUdevice;
@@ -18,7 +18,9 @@ use vramctl_model::{Error, Holder, OverLimit, Report, Stage, Status, Verb};
 #[derive(Debug)]
 pub enum Event<'a> {
     /// An owner's memory on a device has changed.
-    Changed(Change, Owner<'a>, Option<CUdevice>, usize),
+    Changed(Change, Owner<'a>, Option<CUdevice>, usize, &'a Presence),
+    /// An owner has this memory, and may have had it before the subscriber has asked ([`Memory::tell_what_is_there`](crate::memory::Memory)).
+    IsThere(Owner<'a>, Option<CUdevice>, usize, &'a Presence),
     /// A request for device memory has failed.
     Failed(FailedRequest),
     /// A request of the calling thread has succeeded, while the retry of a failed one is expected. `is_piece`: the memory may be one of
@@ -71,6 +73,33 @@ pub enum Change {
     Paused,
     /// A resume gave it back.
     Resumed,
+}
+
+/// Whether a piece of memory is on its device, and whether a record counts it there. A record may begin at any moment, beside threads that
+/// allocate and free: each piece is counted once, and taken off if it was counted.
+#[derive(Debug, Default)]
+pub struct Presence(AtomicU8);
+
+impl Presence {
+    const THERE: u8 = 1;
+    const COUNTED: u8 = 2;
+
+    /// The memory is on its device from now on.
+    #[inline]
+    pub fn come(&self) {
+        self.0.fetch_or(Self::THERE, Ordering::SeqCst);
+    }
+
+    /// It is gone. Returns whether it was counted.
+    #[inline]
+    pub fn go(&self) -> bool {
+        self.0.swap(0, Ordering::SeqCst) & Self::COUNTED != 0
+    }
+
+    /// Returns whether the caller is to count it: it is there, and nobody has counted it.
+    pub fn count(&self) -> bool {
+        self.0.compare_exchange(Self::THERE, Self::THERE | Self::COUNTED, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+    }
 }
 
 /// A request for device memory that has failed.
@@ -145,8 +174,13 @@ pub fn publish(event: Event<'_>) {
 
 /// Publishes a change of what an owner has on a device.
 #[inline]
-pub fn change(change: Change, owner: Owner<'_>, device: Option<CUdevice>, bytes: usize) {
-    publish(Event::Changed(change, owner, device, bytes));
+pub fn change(change: Change, owner: Owner<'_>, device: Option<CUdevice>, bytes: usize, presence: &Presence) {
+    publish(Event::Changed(change, owner, device, bytes, presence));
+}
+
+/// Publishes memory that an owner has already, for a subscriber that begins to count.
+pub fn tell_presence(owner: Owner<'_>, device: Option<CUdevice>, bytes: usize, presence: &Presence) {
+    publish(Event::IsThere(owner, device, bytes, presence));
 }
 
 /// Runs a pause or resume, and publishes its beginning and its end.
@@ -217,6 +251,29 @@ impl Drop for Freeing {
     fn drop(&mut self) {
         if self.0 {
             publish(Event::FreeEnded);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    /// One thread counts what is there while another one frees it: the record has it once and takes it off again, or never has it.
+    #[test]
+    fn memory_that_goes_while_a_record_begins_is_taken_off_if_it_was_counted() {
+        for _ in 0..1000 {
+            let presence = Presence::default();
+            presence.come();
+            let (counted, also, taken_off) = thread::scope(|scope| {
+                let counts = scope.spawn(|| presence.count());
+                let frees = scope.spawn(|| presence.go());
+                let also = presence.count();
+                (counts.join().unwrap(), also, frees.join().unwrap())
+            });
+            assert_eq!((counted || also, counted && also), (taken_off, false));
+            assert!(!presence.count(), "it is gone");
         }
     }
 }

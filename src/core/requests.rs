@@ -52,7 +52,7 @@ fn serve(request: Request, connection: &Connection, lines: &mut Lines<'_>, files
     match request {
         Request::Hello => Ok(Reply::Hello(hello())),
         Request::Status => Ok(Reply::Status(ProcessStatus { process: hello(), memory: status::ask(STATUS_WITHIN)? })),
-        Request::Events { .. } | Request::Counted { .. } | Request::Watch { .. } => events::answer(request),
+        Request::Events { .. } | Request::Record | Request::Counted { .. } | Request::Watch { .. } => events::answer(request),
         Request::Pause(wanted) => lease::at_once(Transition::Pause(wanted), connection).map(Reply::Done),
         Request::Plan(Transition::Pause(request)) => {
             let (plan, admitted) = memory.plan_pause(&Pause { engine: engine::name(), ..lease::pause_of(request, connection) })?;
@@ -108,8 +108,8 @@ fn serve(request: Request, connection: &Connection, lines: &mut Lines<'_>, files
 /// Whether a request may wait long: for the driver, a lock or the program. A `status` does not ([`status::ask`](crate::status::ask)). The steps of
 /// a transition may, but only one client is at them.
 fn may_wait(request: &Request) -> bool {
-    use Request::{Cache, Counted, Holdings, Pause, Plan, Resume, Store, Suspend, Trim};
-    matches!(request, Pause(_) | Plan(_) | Resume(_) | Store(_) | Suspend | Counted { .. } | Cache | Holdings | Trim { .. })
+    use Request::{Cache, Counted, Holdings, Pause, Plan, Record, Resume, Store, Suspend, Trim};
+    matches!(request, Pause(_) | Plan(_) | Resume(_) | Store(_) | Suspend | Record | Counted { .. } | Cache | Holdings | Trim { .. })
 }
 
 /// Whether the program is held afterwards.

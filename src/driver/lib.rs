@@ -37,7 +37,8 @@ pub use kernel::{Image, Parts, Resident};
 pub use life::{Ending, Kept};
 pub use no_cards::NoCards;
 pub use nvml::{
-    Card, cards, gpu_in_words, gpu_with_index, holders, holders_of, index_of, keep_nvml, own_use, uses, usual_uses, uuid, uuid_of_index,
+    Card, Climate, cards, climate, gpu_in_words, gpu_with_index, holders, holders_of, index_of, keep_nvml, own_use, uses, usual_uses, uuid,
+    uuid_of_index,
 };
 pub use properties::{Access, Location, Properties};
 pub use structures::{CopyBetween, CopySide};

@@ -62,6 +62,20 @@ pub fn holders_of(uuid: &str) -> Vec<Holder> {
     holders
 }
 
+/// How warm a GPU is, and what it draws, as far as NVML reports it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Climate {
+    /// Degrees Celsius.
+    pub celsius: Option<u32>,
+    /// Milliwatts.
+    pub milliwatts: Option<u32>,
+}
+
+/// That of the GPU with this UUID.
+pub fn climate(uuid: &str) -> Climate {
+    Nvml::load().map_or_else(|_| Climate::default(), |nvml| nvml.climate(uuid))
+}
+
 /// The index in `nvidia-smi` of the GPU with this UUID; `None` if NVML does not say.
 pub fn index_of(uuid: &str) -> Option<u32> {
     let nvml = Nvml::load().ok()?;
@@ -183,6 +197,9 @@ struct Nvml {
     /// Lists graphics processes, which are not among `processes`.
     drawing: Option<AskProcesses>,
     error_text: Option<unsafe extern "C" fn(c_uint) -> *const c_char>,
+    /// The sensor, and degrees.
+    temperature: Option<unsafe extern "C" fn(*mut c_void, c_uint, *mut c_uint) -> c_uint>,
+    power: Option<unsafe extern "C" fn(*mut c_void, *mut c_uint) -> c_uint>,
     /// Absent before driver 450.
     mig_mode: Option<unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut c_uint) -> c_uint>,
 }
@@ -211,6 +228,8 @@ impl Nvml {
                 processes: function(library, c"nvmlDeviceGetComputeRunningProcesses_v3")?,
                 memory2: function(library, c"nvmlDeviceGetMemoryInfo_v2").ok(),
                 utilization: function(library, c"nvmlDeviceGetUtilizationRates").ok(),
+                temperature: function(library, c"nvmlDeviceGetTemperature").ok(),
+                power: function(library, c"nvmlDeviceGetPowerUsage").ok(),
                 drawing: function(library, c"nvmlDeviceGetGraphicsRunningProcesses_v3").ok(),
                 error_text: function(library, c"nvmlErrorString").ok(),
                 mig_mode: function(library, c"nvmlDeviceGetMigMode").ok(),
@@ -279,6 +298,27 @@ impl Nvml {
         (unsafe { (self.utilization?)(handle, &raw mut rates) } == SUCCESS).then_some(rates.gpu)
     }
 
+    fn climate(&self, uuid: &str) -> Climate {
+        /// `NVML_TEMPERATURE_GPU`.
+        const OF_THE_CHIP: c_uint = 0;
+        let Some(handle) = self.handle(uuid) else { return Climate::default() };
+        let (mut celsius, mut milliwatts) = (0, 0);
+        // SAFETY: NVML is initialised, and the handle is its own; both are writable.
+        let (is_warm, draws) = unsafe {
+            (
+                self.temperature.is_some_and(|ask| ask(handle, OF_THE_CHIP, &raw mut celsius) == SUCCESS),
+                self.power.is_some_and(|ask| ask(handle, &raw mut milliwatts) == SUCCESS),
+            )
+        };
+        Climate { celsius: is_warm.then_some(celsius), milliwatts: draws.then_some(milliwatts) }
+    }
+
+    fn handle(&self, uuid: &str) -> Option<*mut c_void> {
+        let (uuid, mut handle) = (CString::new(uuid).ok()?, ptr::null_mut());
+        // SAFETY: NVML is initialised; `handle` is writable.
+        (unsafe { (self.by_uuid)(uuid.as_ptr(), &raw mut handle) } == SUCCESS).then_some(handle)
+    }
+
     /// # Safety
     /// `handle` must be one of NVML's.
     unsafe fn memory_and_reserved(&self, handle: *mut c_void) -> Option<MemoryInfo2> {
@@ -291,12 +331,10 @@ impl Nvml {
 
     /// Bytes in use on a GPU, by anybody.
     fn used(&self, uuid: &str) -> Option<u64> {
-        let (uuid, mut handle) = (CString::new(uuid).ok()?, ptr::null_mut());
+        let handle = self.handle(uuid)?;
         let mut memory = MemoryInfo { total: 0, free: 0, used: 0 };
-        // SAFETY: NVML is initialised; `handle` and `memory` are writable.
-        let answered =
-            unsafe { (self.by_uuid)(uuid.as_ptr(), &raw mut handle) == SUCCESS && (self.memory)(handle, &raw mut memory) == SUCCESS };
-        answered.then_some(memory.used)
+        // SAFETY: NVML is initialised, and the handle is its own; `memory` is writable.
+        (unsafe { (self.memory)(handle, &raw mut memory) } == SUCCESS).then_some(memory.used)
     }
 
     /// This process's.
@@ -309,17 +347,12 @@ impl Nvml {
     }
 
     fn processes_on(&self, uuid: &str) -> Vec<Holder> {
-        let Ok(uuid) = CString::new(uuid) else { return Vec::new() };
-        let mut handle = ptr::null_mut();
-        // SAFETY: NVML is initialised; `handle` is writable.
-        if unsafe { (self.by_uuid)(uuid.as_ptr(), &raw mut handle) } != SUCCESS {
-            return Vec::new();
-        }
+        let Some(handle) = self.handle(uuid) else { return Vec::new() };
         let mut holders = Vec::<Holder>::new();
         for ask in [Some(self.processes), self.drawing].into_iter().flatten() {
             let mut infos = [ProcessInfo { pid: 0, used_gpu_memory: 0, gpu_instance: 0, compute_instance: 0 }; 128];
             let mut count = infos.len() as c_uint;
-            // SAFETY: as above; `count` and `infos` are writable, and `count` is the length of `infos`.
+            // SAFETY: NVML is initialised, and the handle is its own; `count` and `infos` are writable, and `count` is the length of `infos`.
             let answered = unsafe { ask(handle, &raw mut count, infos.as_mut_ptr()) } == SUCCESS;
             for info in &infos[..if answered { (count as usize).min(infos.len()) } else { 0 }] {
                 // A process that does both is in both lists, with the same bytes.

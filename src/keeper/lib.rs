@@ -20,5 +20,5 @@ mod view;
 
 pub use keep::keep;
 pub use leave::leave;
-pub use totals::{Totals, Waits};
+pub use totals::Totals;
 pub use view::{ChangeView, MemberView, PolicyView, View, ask};

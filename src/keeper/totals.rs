@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
+use vramctl_model::Durations;
 
 /// What has happened since the scheduler took over.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -15,30 +16,8 @@ pub struct Totals {
     pub turns: u64,
     /// Bytes of GPU memory that left.
     pub bytes: u64,
-    /// Waits that have ended, by how long they were.
-    pub waits: Waits,
-}
-
-/// A histogram.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Waits {
-    /// How many were at most so long as [`Waits::UP_TO`] says, each beside those before it; the last: longer ones.
-    pub counts: Vec<u64>,
-    /// All of them, in seconds.
-    pub seconds: f64,
-}
-
-impl Waits {
-    /// Seconds.
-    pub const UP_TO: [f64; 9] = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0];
-
-    fn add(&mut self, waited: Duration) {
-        let seconds = waited.as_secs_f64();
-        self.counts.resize(Self::UP_TO.len() + 1, 0);
-        let place = Self::UP_TO.iter().position(|most| seconds <= *most).unwrap_or(Self::UP_TO.len());
-        self.counts[place] += 1;
-        self.seconds += seconds;
-    }
+    /// Durations that have ended, by how long they were.
+    pub waits: Durations,
 }
 
 /// Since when members wait.
@@ -47,7 +26,7 @@ pub struct Waiting(BTreeMap<u32, Instant>);
 
 impl Waiting {
     /// A member has waited for so long, or does not wait.
-    pub fn note(&mut self, pid: u32, waits: Option<Duration>, now: Instant, ended: &mut Waits) {
+    pub fn note(&mut self, pid: u32, waits: Option<Duration>, now: Instant, ended: &mut Durations) {
         match waits {
             Some(waits) => _ = self.0.entry(pid).or_insert_with(|| now.checked_sub(waits).unwrap_or(now)),
             None => {
@@ -70,12 +49,12 @@ mod tests {
 
     #[test]
     fn a_wait_counts_from_its_beginning_until_nothing_of_the_member_waits() {
-        let (mut waiting, mut ended, begun) = (Waiting::default(), Waits::default(), Instant::now());
+        let (mut waiting, mut ended, begun) = (Waiting::default(), Durations::default(), Instant::now());
         let at = |ms| begun + Duration::from_millis(ms);
         waiting.note(1, Some(Duration::ZERO), at(0), &mut ended);
         waiting.note(1, Some(Duration::from_millis(10)), at(500), &mut ended);
         waiting.note(2, None, at(500), &mut ended);
-        assert_eq!(ended, Waits::default());
+        assert_eq!(ended, Durations::default());
         waiting.note(1, None, at(2000), &mut ended);
         waiting.note(1, None, at(9000), &mut ended);
         waiting.note(3, Some(Duration::ZERO), at(0), &mut ended);
@@ -83,6 +62,6 @@ mod tests {
         waiting.note(4, Some(Duration::ZERO), at(0), &mut ended);
         waiting.forget(4);
         waiting.note(4, None, at(1), &mut ended);
-        assert_eq!((ended.counts, ended.seconds), (vec![0, 0, 0, 1, 0, 0, 0, 0, 0, 1], 902.0));
+        assert_eq!((ended.counts, ended.seconds), (vec![0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1], 902.0));
     }
 }

@@ -5,6 +5,7 @@
 
 mod cache;
 mod communicator;
+mod durations;
 mod error;
 mod event;
 mod failure;
@@ -29,6 +30,7 @@ mod verb;
 
 pub use cache::{Cached, Trimmed};
 pub use communicator::Communicator;
+pub use durations::Durations;
 pub use error::{Error, Shortage};
 pub use event::{Events, Happening, MemoryOwner, OwnersBytes, TraceEvent};
 pub use failure::{Failure, StatusCode, code};

@@ -1,8 +1,9 @@
 //! Sums over the pauses, or the resumes, of a process.
 
-use crate::{Kind, Report, Stage};
+use crate::{Durations, Kind, Report, Stage};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 /// Since the process started; only ever grows. Operations counted as failed have changed nothing.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -21,6 +22,9 @@ pub struct Totals {
     pub stages: BTreeMap<Stage, f64>,
     /// Milliseconds in all.
     pub ms: f64,
+    /// How long each took.
+    #[serde(default)]
+    pub durations: Durations,
     /// How many failed, by error. Each attempt of a job counts.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub failed: BTreeMap<Kind, u64>,
@@ -39,6 +43,7 @@ impl Totals {
         self.unchanged_bytes += report.unchanged_bytes;
         self.discarded_bytes += report.discarded_bytes;
         self.ms += report.ms;
+        self.durations.add(Duration::from_secs_f64(report.ms / 1e3));
         for (stage, ms) in &report.stages {
             *self.stages.entry(*stage).or_default() += ms;
         }
@@ -78,6 +83,7 @@ mod tests {
             discarded_bytes: 80,
             stages: [(Stage::Wait, 2.0), (Stage::Save, 5.0)].into(),
             ms: 8.0,
+            durations: Durations { counts: vec![2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], seconds: 0.008 },
             failed: BTreeMap::new(),
         };
         assert_eq!((&totals, totals.copied_bytes()), (&wanted, 80));

@@ -24,10 +24,11 @@ pub fn subscribe() {
 
 fn hear(event: Event<'_>) {
     match event {
-        Event::Changed(change, owner, device, bytes) => {
+        Event::Changed(change, owner, device, bytes, presence) => {
             watermark::changed(change, device, bytes);
-            trace::changed(change, owner, device, bytes);
+            trace::changed(change, owner, device, bytes, presence);
         }
+        Event::IsThere(owner, device, bytes, presence) => trace::note_presence(owner, device, bytes, presence),
         Event::Failed(request) => {
             trace::failed(&request);
             out_of_memory::failed(request);
@@ -58,6 +59,7 @@ fn complete(status: &mut Status) {
 fn answer(request: Request) -> Option<Reply> {
     match request {
         Request::Events { since, most } => Some(Reply::Events(trace::since(since, most))),
+        Request::Record => Some(trace::begin()),
         Request::Counted { gpus } => {
             residue::counted(gpus);
             Some(Reply::Counted)

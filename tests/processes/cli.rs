@@ -246,7 +246,7 @@ impl State {
             Request::Share { .. } | Request::Order(_) | Request::Holdings | Request::Sharing(_) => {
                 panic!("tests/processes/taking_turns.rs has real processes")
             }
-            Request::Events { .. } => panic!("tests/events.rs has real processes"),
+            Request::Events { .. } | Request::Record => panic!("tests/events.rs has real processes"),
             Request::Suspend | Request::Awake => panic!("tests/suspend.rs has real processes"),
             Request::Hold { .. } => Reply::Held,
             Request::Drain { limit_ms } => {

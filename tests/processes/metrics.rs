@@ -67,6 +67,13 @@ fn a_page_has_the_processes_memory_and_operations() {
     let (pause, resume) = (r#"operation="pause""#, r#"operation="resume""#);
     assert_eq!(sum(&paused, "vramctl_operations_total", &[of, pause]), 6.0, "in each process");
     assert_eq!(sum(&paused, "vramctl_operations_total", &[of, resume]), 4.0);
+    for (operation, count) in [(pause, 6.0), (resume, 4.0)] {
+        assert_eq!(sum(&paused, "vramctl_operation_duration_seconds_count", &[of, operation]), count);
+        assert_eq!(sum(&paused, "vramctl_operation_duration_seconds_bucket", &[of, operation, r#"le="+Inf""#]), count);
+        assert_eq!(sum(&paused, "vramctl_operation_duration_seconds_bucket", &[of, operation, r#"le="300""#]), count);
+        let seconds = sum(&paused, "vramctl_operation_seconds_total", &[of, operation]);
+        assert!((sum(&paused, "vramctl_operation_duration_seconds_sum", &[of, operation]) - seconds).abs() < 1e-6);
+    }
     assert_eq!(sum(&paused, "vramctl_operation_bytes_total", &[of, pause]), 3.0 * managed);
     assert_eq!(sum(&paused, "vramctl_operation_contents_bytes_total", &[of, pause, r#"fate="copied""#]), 3.0 * managed);
     assert!(sum(&paused, "vramctl_operation_stage_seconds_total", &[of, resume, r#"stage="restore""#]) > 0.0);

@@ -33,7 +33,8 @@ impl Terminal {
         assert_eq!(unsafe { libc::openpty(&raw mut ours, &raw mut theirs, none, none.cast(), &raw mut size) }, 0);
         let (ours, theirs) = unsafe { (File::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) };
         let mut command = machine.cli(arguments);
-        command.env("TERM", "xterm-256color").env_remove("NO_COLOR").env_remove("COLUMNS");
+        // Curves in ASCII: some tests count bytes.
+        command.env("TERM", "xterm-256color").env("LC_ALL", "C").env_remove("NO_COLOR").env_remove("COLUMNS");
         command.stdin(theirs.try_clone().unwrap()).stdout(theirs.try_clone().unwrap()).stderr(theirs.try_clone().unwrap());
         let own = || {
             if unsafe { libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 } {
@@ -265,6 +266,54 @@ fn a_bar_says_how_busy_its_gpu_is() {
         request += 1;
     }
     top.shows(&["GPU 0    0% ["]);
+}
+
+#[test]
+fn programs_are_moved_and_swapped_by_key_and_curves_tell_what_has_been() {
+    let machine = Machine::with(2, "512M");
+    let mut engine = machine.engine("engine");
+    let other = machine.engine("other");
+    let mut top = Terminal::start(&machine, &["top", "-i", "0.2"], (40, 80));
+    top.shows(&["engine (pid", "active"]);
+    top.shows(&["last 5 min", "31 C, 75 W"]);
+    top.press("c");
+    top.expect("no curve", |screen| !screen.contains("last 5 min"));
+    top.press("c");
+    top.shows(&["last 5 min out"]);
+
+    // Also if a tag is selected. Letters that are keys elsewhere are only letters here.
+    top.press("jm");
+    top.shows(&["move engine to GPU: _"]);
+    top.press("q\x7f1");
+    top.shows(&["move engine to GPU: 1_"]);
+    top.press("\r");
+    top.shows(&["$ vramctl move --name=engine --to=1"]);
+    top.press("y");
+    top.shows(&["moved", "engine"]);
+    engine.verify();
+
+    // What is there leaves, and what is away comes back.
+    machine.vramctl("pause other").expect(0, "", "");
+    top.shows(&["other (pid", "held, paused"]);
+    top.press("w");
+    top.shows(&["engine leaves, who comes back: _"]);
+    top.press("other\r");
+    top.shows(&["$ vramctl swap engine other"]);
+    top.press("n");
+    top.press("\x1b[Fw");
+    top.shows(&["other comes back, who leaves: _"]);
+    top.press("engine\r");
+    top.shows(&["$ vramctl swap engine other"]);
+    top.press("y");
+    top.shows(&["engine (pid", "held, paused"]);
+    top.shows(&["other (pid", "active"]);
+    top.press("w");
+    top.shows(&["other leaves, who comes back: _"]);
+    top.press("\x1b");
+    top.expect("no question", |screen| !screen.contains("who comes back"));
+    top.press("q");
+    assert_eq!(top.ended().code(), Some(0));
+    drop(other);
 }
 
 #[test]

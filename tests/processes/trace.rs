@@ -104,6 +104,70 @@ fn a_job_is_on_one_axis() {
     }
 }
 
+/// The program has memory by then, which is in the trace from its first moment on, whoever has it and wherever it is.
+#[test]
+fn a_trace_begins_in_a_running_program() {
+    let machine = Machine::new();
+    let engine = machine.engine("engine");
+    let paused = machine.engine("paused");
+    let left_to_cuda = machine.engine_with("plain", |command| _ = command.env("VRAMCTL_TAG", ""));
+    machine.vramctl("pause --name paused").expect(0, "", "");
+    for (program, name) in [(&engine, "engine"), (&paused, "paused"), (&left_to_cuda, "plain")] {
+        let pid = program.pid();
+        let begins = format!("{name} (pid {pid}): the trace begins; `vramctl trace {pid} -o page.html` writes it\n");
+        assert_eq!(machine.done(&format!("trace {name} --start")), begins);
+        assert_eq!(machine.done(&format!("trace {name} --start")), format!("{name} (pid {pid}) has a trace already\n"));
+    }
+    let bytes = machine.connect(&engine).ask(&json!({"request": "status"}))["tags"][0]["bytes"].as_u64().unwrap();
+    let (events, _) = trace(&machine, "");
+    let of = |program: &Program| in_the_end(&events, program.pid());
+    assert_eq!((of(&engine), of(&paused)), ([("default".to_owned(), bytes)].into(), BTreeMap::new()));
+    assert!(of(&left_to_cuda).values().sum::<u64>() >= 16 << 20, "{:?}", of(&left_to_cuda));
+
+    machine.vramctl("pause --name engine").expect(0, "", "");
+    machine.vramctl("resume --name paused").expect(0, "", "");
+    let (events, _) = trace(&machine, "");
+    let of = |program: &Program| in_the_end(&events, program.pid());
+    assert_eq!((of(&engine)["default"], of(&paused)["default"]), (0, bytes));
+    assert_eq!(slices(&events, "pause")[0]["args"], json!({"bytes": bytes, "tags": {"default": bytes}}));
+    assert_eq!(slices(&events, "resume")[0]["args"], json!({"bytes": bytes, "tags": {"default": bytes}}));
+}
+
+/// Whatever a thread is doing at that moment: each piece of memory is counted once.
+#[test]
+fn a_trace_that_begins_beside_allocations_is_right() {
+    let machine = Machine::new();
+    let mut churn = machine.start("churn", "churn");
+    let begin = machine.cli("trace churn --start").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    churn.ask("3000");
+    Ran::end_of(begin).expect(0, "the trace begins", "");
+    let bytes = machine.connect(&churn).ask(&json!({"request": "status"}))["tags"][0]["bytes"].as_u64().unwrap();
+    let (events, _) = trace(&machine, "churn");
+    assert_eq!(in_the_end(&events, churn.pid()), [("default".to_owned(), bytes)].into());
+}
+
+#[test]
+fn a_trace_cannot_begin_while_its_program_cannot_say_where_its_memory_is() {
+    let machine = Machine::new();
+    let engine = machine.engine("engine");
+    machine.vramctl("suspend engine").expect(0, "", "");
+    machine.vramctl("trace engine --start").expect(5, "", &format!("engine (pid {}) has no trace: ", engine.pid()));
+    machine.vramctl("resume engine").expect(0, "", "");
+    machine.vramctl("trace engine --start").expect(0, "the trace begins", "");
+    machine.vramctl("trace engine").expect(2, "", "--output <FILE>");
+    machine.vramctl("trace engine --start --follow").expect(2, "", "--output <FILE>");
+    let path = file(&machine, "followed.json");
+    let mut command = machine.cli(&["trace", "engine", "--start", "--follow", "-o", path.to_str().unwrap()]);
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    eventually("it records", || path.exists() && blocks(child.id(), libc::SIGINT));
+    drop(engine);
+    let ran = Ran::end_of(child);
+    // It may have ended before it was asked for the first time.
+    if ran.code == Some(0) {
+        ran.expect(0, "s of 1 process", "up to its last answer");
+    }
+}
+
 fn follow(machine: &Machine, arguments: &[&str]) -> (Child, PathBuf) {
     let path = file(machine, "followed.json");
     let mut command = machine.cli(&["trace", "-o", path.to_str().unwrap()]);
@@ -211,7 +275,7 @@ fn without_recording_processes_the_message_says_how_to_record() {
     let plain = machine.engine("plain");
     let path = file(&machine, "trace.json");
     let none = machine.vramctl(&format!("trace -o {}", path.display()));
-    none.expect(1, "", "vramctl run --trace");
+    none.expect(1, "", "`vramctl trace --start` begins, and `vramctl run --trace` from the start on");
     assert!(!path.exists(), "an empty file is left");
     machine.vramctl("trace -o trace.txt").expect(2, "", ".html");
     machine.vramctl(&format!("trace -o {}/no/folder.json", machine.folder.path().display())).expect(1, "", "No such file");
@@ -253,6 +317,7 @@ fn the_page_is_self_contained() {
         traced(command);
         command.args(["--weights-mib", "8", "--kv-mib", "8"]).env("VRAMCTL_TAG", "</script><b>");
     });
+    machine.vramctl("pause").expect(0, "", "");
     let path = file(&machine, "page.html");
     machine.vramctl(&format!("trace --pid {} -o {}", rank.pid(), path.display())).expect(0, "page.html: ", "");
     let page = fs::read_to_string(&path).unwrap();
@@ -262,7 +327,8 @@ fn the_page_is_self_contained() {
     assert_eq!(data["gpus"][0]["owners"], json!(["</script><b>"]));
     let bytes = data["gpus"][0]["bytes"][0].as_array().unwrap();
     assert_eq!(bytes.len(), data["gpus"][0]["times"].as_array().unwrap().len());
-    assert!(bytes.last().unwrap().as_u64().unwrap() >= 16 << 20);
+    assert!(bytes.iter().any(|bytes| bytes.as_u64().unwrap() >= 16 << 20));
+    assert!(data["slices"][0]["what"].as_str().unwrap().starts_with("engine: pause of 22.00 MiB (</script><b>) in "), "{}", data["slices"]);
     for outside in ["src=", "href=", "@import", "url(", "fetch(", "XMLHttpRequest", "{{"] {
         assert!(!page.contains(outside), "{outside}");
     }

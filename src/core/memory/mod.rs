@@ -429,6 +429,12 @@ impl Memory {
         opened
     }
 
+    /// Publishes all memory that is on a device ([`Event::IsThere`](crate::events::Event)), for a subscriber that begins to count.
+    pub fn tell_what_is_there(&self) {
+        self.registry.all().iter().for_each(|allocation| allocation.tell_that_it_is_there());
+        unmanaged::tell_what_is_there();
+    }
+
     /// What prevents a suspend of this process.
     pub fn obstacles(&self) -> Vec<Obstacle> {
         self.obstacles_after(&[], &PauseRequest::default())

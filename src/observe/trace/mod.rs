@@ -1,4 +1,5 @@
-//! What happens to this process's memory over time, for `vramctl trace` and for reports. Off unless `VRAMCTL_TRACE` is set.
+//! What happens to this process's memory over time, for `vramctl trace` and for reports. Off unless `VRAMCTL_TRACE` is set, or somebody asks for
+//! it later (`vramctl trace --start`).
 //!
 //! Recording neither waits nor allocates, except at the first event of a process and of an owner. When it is off, it costs one load.
 
@@ -10,13 +11,15 @@ use ring::Ring;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-use vramctl_config::Config;
-use vramctl_core::events::{Change, FailedRequest, Owner};
+use vramctl_config::{Config, MOST_TRACE};
+use vramctl_control::protocol::{Refusal, Reply};
+use vramctl_core::events::{Change, FailedRequest, Owner, Presence};
+use vramctl_core::memory::Memory;
 use vramctl_driver::{self as driver, CUdevice, Current};
 use vramctl_host::stack::thread_id;
 use vramctl_host::system::{nanoseconds, now};
 use vramctl_host::{PerProcess, fnv1a};
-use vramctl_model::{Error, Events, Happening, MemoryOwner, OwnersBytes, Report, Stage, Verb, code};
+use vramctl_model::{Error, Events, Happening, Kind, MemoryOwner, OwnersBytes, Report, Stage, Verb, code};
 
 /// The most events in one answer.
 const MOST: usize = 8192;
@@ -75,9 +78,13 @@ struct Recorder {
 }
 
 static RECORDER: PerProcess<Option<Recorder>> = PerProcess::new(|| {
-    let ring = Ring::of_bytes(Config::get().trace);
+    let bytes = match Config::get().trace {
+        0 => MOST_TRACE,
+        bytes => bytes,
+    };
+    let ring = Ring::of_bytes(bytes);
     if ring.is_none() {
-        log::warn!("no memory for VRAMCTL_TRACE: nothing is recorded");
+        log::warn!("no memory for a trace: nothing is recorded");
     }
     Some(Recorder::new(ring?))
 });
@@ -91,14 +98,17 @@ static IS_ON: AtomicU8 = AtomicU8::new(UNKNOWN);
 
 #[inline]
 fn recorder() -> Option<&'static Recorder> {
-    if IS_ON.load(Ordering::Relaxed) == OFF { None } else { find_recorder() }
+    // As strictly ordered as whether memory is there: whoever begins meanwhile sees the memory, or the thread sees that a record has begun.
+    if IS_ON.load(Ordering::SeqCst) == OFF { None } else { find_recorder() }
 }
 
 #[cold]
 fn find_recorder() -> Option<&'static Recorder> {
-    match IS_ON.load(Ordering::Relaxed) {
+    match IS_ON.load(Ordering::SeqCst) {
         UNKNOWN => {
-            IS_ON.store(if Config::get().trace == 0 { OFF } else { ON }, Ordering::Relaxed);
+            let configured = if Config::get().trace == 0 { OFF } else { ON };
+            // Somebody may have asked for it meanwhile.
+            let _ = IS_ON.compare_exchange(UNKNOWN, configured, Ordering::SeqCst, Ordering::SeqCst);
             recorder()
         }
         // Another thread has just found out.
@@ -107,11 +117,40 @@ fn find_recorder() -> Option<&'static Recorder> {
     }
 }
 
+/// Begins to record, with the memory that is there as the first events.
+pub(crate) fn begin() -> Reply {
+    if recorder().is_some() {
+        return Reply::Recording { begun: false };
+    }
+    if RECORDER.get().is_none() {
+        let refusal = Refusal { code: Kind::HostMemory, ..Refusal::from(&Error::Invalid("there is no host memory for a trace".into())) };
+        return Reply::Error(refusal);
+    }
+    let begun = IS_ON.swap(ON, Ordering::SeqCst) != ON;
+    Memory::get().tell_what_is_there();
+    Reply::Recording { begun }
+}
+
 /// Records a change of what an owner has on a device.
 #[inline]
-pub(crate) fn changed(change: Change, owner: Owner<'_>, device: Option<CUdevice>, bytes: usize) {
-    if let Some(recorder) = recorder() {
+pub(crate) fn changed(change: Change, owner: Owner<'_>, device: Option<CUdevice>, bytes: usize, presence: &Presence) {
+    let is_counted = match change {
+        Change::Allocated | Change::Resumed => {
+            presence.come();
+            recorder().is_some() && presence.count()
+        }
+        Change::Freed | Change::Paused => presence.go(),
+        Change::FreedPaused => true,
+    };
+    if let Some(recorder) = recorder().filter(|_| is_counted) {
         recorder.change(change, owner, device, bytes as u64);
+    }
+}
+
+/// Records memory that was there before.
+pub(crate) fn note_presence(owner: Owner<'_>, device: Option<CUdevice>, bytes: usize, presence: &Presence) {
+    if let Some(recorder) = recorder().filter(|_| presence.count()) {
+        recorder.change(Change::Allocated, owner, device, bytes as u64);
     }
 }
 

@@ -410,6 +410,8 @@ functions! {
     nvmlDeviceGetPciInfo_v3(device: nvml::Device, info: Out<NvmlPci>) Nothing Safe => nvml::pci(device, info);
     nvmlDeviceGetMemoryInfo(device: nvml::Device, memory: Out<NvmlMemory>) Nothing Safe => nvml::memory(device, memory);
     nvmlDeviceGetMemoryInfo_v2(device: nvml::Device, memory: Out<NvmlMemory2>) Nothing Safe => nvml::memory_v2(device, memory);
+    nvmlDeviceGetTemperature(device: nvml::Device, sensor: u32, celsius: Out<u32>) Nothing Safe => nvml::temperature(device, sensor, celsius);
+    nvmlDeviceGetPowerUsage(device: nvml::Device, milliwatts: Out<u32>) Nothing Safe => nvml::power(device, milliwatts);
     nvmlDeviceGetUtilizationRates(device: nvml::Device, rates: Out<NvmlUtilization>) Nothing Safe => nvml::utilization(device, rates);
     nvmlDeviceGetMigMode(device: nvml::Device, now: Out<u32>, after_a_reset: Out<u32>) Nothing Safe => nvml::mig_mode(device, now, after_a_reset);
     nvmlDeviceGetComputeRunningProcesses_v3(device: nvml::Device, count: Out<u32>, processes: Out<NvmlProcess>) Nothing Safe => nvml::processes(device, count, processes);

@@ -163,6 +163,23 @@ pub fn utilization(device: Device, rates: Out<NvmlUtilization>) -> Result<(), u3
     put(rates, NvmlUtilization { gpu, memory: gpu })
 }
 
+/// `nvmlDeviceGetTemperature` of the chip: warmer, the longer kernels have run lately.
+pub fn temperature(device: Device, sensor: u32, celsius: Out<u32>) -> Result<(), u32> {
+    const IDLE: u32 = 31;
+    let (machine, device) = ordinal(device)?;
+    if sensor != 0 {
+        return Err(INVALID_ARGUMENT);
+    }
+    put(celsius, IDLE + machine.utilization(device) / 3)
+}
+
+/// `nvmlDeviceGetPowerUsage`: likewise.
+pub fn power(device: Device, milliwatts: Out<u32>) -> Result<(), u32> {
+    const IDLE: u32 = 75_000;
+    let (machine, device) = ordinal(device)?;
+    put(milliwatts, IDLE + 6_000 * machine.utilization(device))
+}
+
 /// `nvmlDeviceGetMigMode`.
 pub fn mig_mode(device: Device, now: Out<u32>, after_a_reset: Out<u32>) -> Result<(), u32> {
     ordinal(device)?;

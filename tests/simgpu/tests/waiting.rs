@@ -120,10 +120,18 @@ fn a_persistent_kernel_ends_when_its_word_is_set() {
         launch();
         sleep(MOMENT);
         fails!(600, gpu.cuStreamQuery(stream));
+        let warmth = || {
+            let (mut celsius, mut milliwatts) = (0, 0);
+            ok!(gpu.nvmlDeviceGetTemperature(device, 0, &raw mut celsius));
+            ok!(gpu.nvmlDeviceGetPowerUsage(device, &raw mut milliwatts));
+            (celsius, milliwatts)
+        };
         becomes(100);
+        assert_eq!(warmth(), (64, 675_000));
         unsafe { (word as *mut u32).write_volatile(1) };
         ok!(gpu.cuStreamSynchronize(stream));
         becomes(0);
+        assert_eq!(warmth(), (31, 75_000));
         unsafe { (word as *mut u32).write_volatile(0) };
         launch();
         sleep(MOMENT);

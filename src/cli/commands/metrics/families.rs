@@ -3,14 +3,15 @@
 use crate::everybody::Others;
 use crate::ledger::{self, Ledger, Share, What};
 use prometheus::core::Collector;
+use prometheus::proto::{self, LabelPair, MetricFamily, MetricType};
 use prometheus::{CounterVec, GaugeVec, Opts, Registry, TextEncoder};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_coordinator::processes::Process;
-use vramctl_keeper::{View, Waits};
-use vramctl_model::{Kind, OF_DRIVER, Stage, Status, Totals, Verb};
+use vramctl_keeper::View;
+use vramctl_model::{Durations, Kind, OF_DRIVER, Stage, Status, Totals, Verb};
 
 /// The owner of a process's residue that is the driver's.
 const DRIVER: &str = "driver";
@@ -87,6 +88,7 @@ metrics! {
     CONTENTS = "vramctl_operation_contents_bytes_total", ["name", "pid", "operation", "fate"],
         "The same by what happened to its contents. Fates: copied, unchanged (in a retained backup already), discarded.";
     SECONDS = "vramctl_operation_seconds_total", ["name", "pid", "operation"], "Time that operations took.";
+    DURATION = "vramctl_operation_duration_seconds", ["name", "pid", "operation"], "How long each operation took: a histogram.";
     STAGE_SECONDS = "vramctl_operation_stage_seconds_total", ["name", "pid", "operation", "stage"],
         "The same by stage. Stages: wait, save, unmap, release, guard, map, restore; map and restore overlap.";
 
@@ -132,20 +134,7 @@ pub fn page(ledgers: &[Ledger], processes: &[Process], users: Option<&Others>, s
         page.sharing(view);
     }
     page.put_seconds(&COLLECT, &[], begun.elapsed().as_secs_f64());
-    page.text() + &sharing.map_or_else(String::new, |view| histogram(&view.totals.waits))
-}
-
-/// The library that makes the rest of the page makes histograms only of what it has counted itself.
-fn histogram(waits: &Waits) -> String {
-    let Metric { name, help, .. } = SHARE_WAIT;
-    let up_to = Waits::UP_TO.iter().map(ToString::to_string).chain(["+Inf".to_owned()]);
-    let mut all = 0;
-    let buckets = up_to.zip(waits.counts.iter().chain(std::iter::repeat(&0))).map(|(most, count)| {
-        all += count;
-        format!("{name}_bucket{{le=\"{most}\"}} {all}\n")
-    });
-    let buckets: String = buckets.collect();
-    format!("# HELP {name} {help}\n# TYPE {name} histogram\n{buckets}{name}_sum {}\n{name}_count {all}\n", waits.seconds)
+    page.text()
 }
 
 /// A page, as it grows.
@@ -153,6 +142,7 @@ fn histogram(waits: &Waits) -> String {
 struct Exposition {
     gauges: BTreeMap<&'static str, GaugeVec>,
     counters: BTreeMap<&'static str, CounterVec>,
+    histograms: BTreeMap<&'static str, MetricFamily>,
 }
 
 impl Exposition {
@@ -168,13 +158,43 @@ impl Exposition {
         }
     }
 
+    /// The library itself makes histograms only of what it has counted.
+    fn put_durations(&mut self, metric: &Metric, labels: &[&str], durations: &Durations) {
+        let family = self.histograms.entry(metric.name).or_insert_with(|| {
+            let mut family = MetricFamily::default();
+            family.set_name(metric.name.into());
+            family.set_help(metric.help.into());
+            family.set_field_type(MetricType::HISTOGRAM);
+            family
+        });
+        let buckets = durations.up_to().map(|(most, count)| {
+            let mut bucket = proto::Bucket::default();
+            bucket.set_upper_bound(most);
+            bucket.set_cumulative_count(count);
+            bucket
+        });
+        let mut histogram = proto::Histogram::default();
+        histogram.set_bucket(buckets.collect());
+        histogram.set_sample_count(durations.count());
+        histogram.set_sample_sum(durations.seconds);
+        let pairs = metric.labels.iter().zip(labels).map(|(name, value)| {
+            let mut pair = LabelPair::default();
+            pair.set_name((*name).into());
+            pair.set_value((*value).into());
+            pair
+        });
+        let mut one = proto::Metric::from_label(pairs.collect());
+        one.set_histogram(histogram);
+        family.mut_metric().push(one);
+    }
+
     fn sharing(&mut self, view: &View) {
         for member in &view.members {
             let of = [&*member.name, &text(Some(member.pid))];
             self.put(&SHARE_AWAY, &of, member.away_bytes);
             self.put_seconds(&SHARE_WAITS, &of, member.waits_ms.unwrap_or(0) as f64 / 1000.0);
         }
-        let vramctl_keeper::Totals { changes, gave_way, turns, bytes, waits: _ } = &view.totals;
+        let vramctl_keeper::Totals { changes, gave_way, turns, bytes, waits } = &view.totals;
         for (metric, counts) in [(&SHARE_CHANGES, changes), (&SHARE_GAVE_WAY, gave_way)] {
             for (label, count) in counts {
                 self.put(metric, &[label], *count);
@@ -182,6 +202,7 @@ impl Exposition {
         }
         self.put(&SHARE_TURNS, &[], *turns);
         self.put(&SHARE_BYTES, &[], *bytes);
+        self.put_durations(&SHARE_WAIT, &[], waits);
     }
 
     fn put(&mut self, metric: &Metric, labels: &[&str], value: u64) {
@@ -279,6 +300,7 @@ impl Exposition {
         self.put(&OPERATIONS, &[name, pid, operation], totals.done);
         self.put(&BYTES, &[name, pid, operation], totals.bytes);
         self.put_seconds(&SECONDS, &[name, pid, operation], totals.ms / 1e3);
+        self.put_durations(&DURATION, &[name, pid, operation], &totals.durations);
         let fates = [("copied", totals.copied_bytes()), ("unchanged", totals.unchanged_bytes), ("discarded", totals.discarded_bytes)];
         for (fate, bytes) in fates {
             self.put(&CONTENTS, &[name, pid, operation, fate], bytes);
@@ -299,7 +321,8 @@ impl Exposition {
         for family in gauges.chain(counters) {
             registry.register(family).expect("each name once");
         }
-        TextEncoder::new().encode_to_string(&registry.gather()).expect("into memory")
+        let families: Vec<_> = registry.gather().into_iter().chain(self.histograms.into_values()).collect();
+        TextEncoder::new().encode_to_string(&families).expect("into memory")
     }
 }
 
@@ -361,7 +384,18 @@ mod tests {
         let memory = &mut engine.status.as_mut().unwrap().memory;
         let stages = [(Stage::Save, 1500.0)].into();
         let failed = [(Kind::Busy, 2), (Kind::Aborted, 1)].into();
-        let pause = Totals { done: 3, bytes: 300, kept_bytes: 200, unchanged_bytes: 50, discarded_bytes: 100, stages, ms: 2500.0, failed };
+        let durations = Durations { counts: vec![1, 0, 1, 0, 0, 1], seconds: 2.5 };
+        let pause = Totals {
+            done: 3,
+            bytes: 300,
+            kept_bytes: 200,
+            unchanged_bytes: 50,
+            discarded_bytes: 100,
+            stages,
+            ms: 2500.0,
+            durations,
+            failed,
+        };
         memory.totals = [(Verb::Pause, pause)].into();
         memory.unmanaged = vec![Unmanaged { owner: "libnccl.so.2".into(), bytes: 5, gpus: BTreeMap::new() }];
         let unmanaged = [("libnccl.so.2".into(), 4)].into();
@@ -384,6 +418,11 @@ mod tests {
             format!(r#"vramctl_operation_contents_bytes_total{{fate="copied",{p},operation="pause",pid="7"}} 150"#),
             format!(r#"vramctl_operation_seconds_total{{{p},operation="pause",pid="7"}} 2.5"#),
             format!(r#"vramctl_operation_stage_seconds_total{{{p},operation="pause",pid="7",stage="save"}} 1.5"#),
+            format!(r#"vramctl_operation_duration_seconds_bucket{{{p},pid="7",operation="pause",le="0.03"}} 1"#),
+            format!(r#"vramctl_operation_duration_seconds_bucket{{{p},pid="7",operation="pause",le="300"}} 3"#),
+            format!(r#"vramctl_operation_duration_seconds_bucket{{{p},pid="7",operation="pause",le="+Inf"}} 3"#),
+            format!(r#"vramctl_operation_duration_seconds_sum{{{p},pid="7",operation="pause"}} 2.5"#),
+            format!(r#"vramctl_operation_duration_seconds_count{{{p},pid="7",operation="resume"}} 0"#),
             format!(r#"vramctl_operation_failures_total{{code="busy",{p},operation="pause",pid="7"}} 2"#),
             format!(r#"vramctl_operation_failures_total{{code="aborted",{p},operation="pause",pid="7"}} 1"#),
             format!(r#"vramctl_operation_failures_total{{code="device_memory",{p},operation="resume",pid="7"}} 0"#),

@@ -1,7 +1,7 @@
 //! Draws the display: at least 80 columns, plain ASCII, and no information in colour alone.
 
-use super::keys::KEYS;
-use super::model::{GpuBar, Model, Overlay, Rate, Slice, TableRow, View};
+use super::keys::{self, KEYS};
+use super::model::{Curves, GpuBar, Model, Overlay, Rate, Slice, TableRow, View};
 use ratatui::buffer::Buffer;
 use ratatui::layout::{Margin, Rect};
 use ratatui::style::{Color, Modifier, Style};
@@ -79,7 +79,13 @@ fn above<'a>(model: &Model, width: u16, now: Instant, most: usize) -> Vec<Line<'
     let room = most.saturating_sub(4).max(1);
     let bars = model.bars();
     let shown = if bars.len() > room { room.saturating_sub(1).max(1) } else { bars.len() };
-    lines.extend(bars[..shown].iter().map(|one| bar(one, width)));
+    let below: Vec<_> = bars.iter().map(|one| below_bar(one, model, width, now)).collect();
+    let link = model.curves.map(|curves| link(curves, model, width, now));
+    let has_room_below = bars.len() + below.iter().chain([&link]).flatten().count() <= room;
+    for (one, below) in bars[..shown].iter().zip(below) {
+        lines.push(bar(one, width));
+        lines.extend(below.filter(|_| has_room_below));
+    }
     if shown < bars.len() {
         let gpus = text::count(bars.len() - shown, "more GPU", "more GPUs");
         lines.push(Line::raw(format!("and {gpus}: there is no room to show them")));
@@ -91,6 +97,7 @@ fn above<'a>(model: &Model, width: u16, now: Instant, most: usize) -> Vec<Line<'
     }
     lines.push(host(model));
     lines.push(Line::raw(format!("Link   out {}, in {}", rate(model.rate(Verb::Pause)), rate(model.rate(Verb::Resume)))));
+    lines.extend(link.filter(|_| has_room_below));
     let wide = usize::from(width).saturating_sub(7);
     let sharing = model.sharing.iter().flat_map(|news| wrapped(&text::plain(news), wide));
     lines.extend(sharing.enumerate().map(|(number, line)| Line::raw(format!("{:7}{line}", if number == 0 { "Share" } else { "" }))));
@@ -128,17 +135,51 @@ fn style(part: Slice) -> Style {
     }
 }
 
-fn bar<'a>(bar: &GpuBar, width: u16) -> Line<'a> {
+/// What is in front of a bar, and after it; and the width of the bar.
+fn around_bar(bar: &GpuBar, width: u16) -> (String, String, usize) {
     let amount = format!("{} of {}", Bytes(bar.used), Bytes(bar.total));
     let percent = bar.utilization.map_or_else(|| "-".into(), |percent| format!("{percent}%"));
     let name = format!("GPU {:<2} {percent:>4} ", bar.index);
     let model = if width >= WIDE && !bar.model.is_empty() { format!("  {}", fit(&bar.model, 24)) } else { String::new() };
     let cells = usize::from(width).saturating_sub(name.len() + 2 + 2 + 24 + model.len());
+    (name, format!("  {amount:>24}{model}"), cells)
+}
+
+/// In front of a curve, as wide as what is in front of a bar.
+const LATELY: &str = "  last 5 min";
+
+/// How much of the GPU's memory was in use lately, and how warm it is; `None` if neither is to be shown.
+fn below_bar<'a>(bar: &GpuBar, model: &Model, width: u16, now: Instant) -> Option<Line<'a>> {
+    let (_, _, cells) = around_bar(bar, width);
+    let celsius = bar.climate.celsius.map(|celsius| format!("{celsius} C"));
+    let watts = bar.climate.milliwatts.map(|milliwatts| format!("{} W", milliwatts / 1000));
+    let climate = [celsius, watts].into_iter().flatten().collect::<Vec<_>>().join(", ");
+    let (title, past) = match model.curves {
+        Some(curves) => (LATELY, curve(curves, model.past_of_gpu(bar.index, cells, now))),
+        None => ("", " ".repeat(cells)),
+    };
+    let is_empty = model.curves.is_none() && climate.is_empty();
+    (!is_empty).then(|| Line::raw(format!("{title:12} {past}   {climate:>24}")))
+}
+
+/// What has gone over the link lately, each direction as a share of its highest rate.
+fn link<'a>(curves: Curves, model: &Model, width: u16, now: Instant) -> Line<'a> {
+    let cells = usize::from(width).saturating_sub(LATELY.len() + " out   in ".len()) / 2;
+    let past = |verb| curve(curves, model.past_of_link(verb, cells, now));
+    Line::raw(format!("{LATELY} out {}  in {}", past(Verb::Pause), past(Verb::Resume)))
+}
+
+fn curve(curves: Curves, shares: Vec<Option<f64>>) -> String {
+    shares.into_iter().map(|share| curves.character(share)).collect()
+}
+
+fn bar<'a>(bar: &GpuBar, width: u16) -> Line<'a> {
+    let (name, amount, cells) = around_bar(bar, width);
     let mut spans = vec![Span::raw(format!("{name}["))];
     for (part, cells) in shares(&bar.parts, cells) {
         spans.push(Span::styled(symbol(part).to_string().repeat(cells), style(part)));
     }
-    spans.push(Span::raw(format!("]  {amount:>24}{model}")));
+    spans.push(Span::raw(format!("]{amount}")));
     Line::from(spans)
 }
 
@@ -278,6 +319,11 @@ fn footer<'a>(model: &Model) -> Line<'a> {
     if model.overlay == Overlay::Filter {
         return Line::styled(format!(" filter: {filter}_   enter: keep it   esc: show all"), Style::new().add_modifier(Modifier::REVERSED));
     }
+    if let Overlay::Asking { needs, of, typed } = &model.overlay {
+        let (question, typed) = (keys::question(model, *needs, of), text::plain(typed));
+        let asked = format!(" {}: {typed}_   enter: go on   esc: leave it", text::plain(&question));
+        return Line::styled(asked, Style::new().add_modifier(Modifier::REVERSED));
+    }
     let view = if model.view == View::Tags { "pids" } else { "tags" };
     let keys = format!(" p pause  r resume  s suspend  o order: {:5}  t {view}  / filter  ? help  q quit", model.order.name());
     Line::styled(keys, Style::new().add_modifier(Modifier::REVERSED))
@@ -285,14 +331,14 @@ fn footer<'a>(model: &Model) -> Line<'a> {
 
 fn overlay(buffer: &mut Buffer, area: Rect, overlay: &Overlay) {
     let (title, lines) = match overlay {
-        Overlay::Nothing | Overlay::Filter => return,
+        Overlay::Nothing | Overlay::Filter | Overlay::Asking { .. } => return,
         Overlay::Help => {
             let keys = KEYS.iter().map(|(key, what)| format!("{key:<16}  {what}"));
             let bars = [
                 "",
                 "Before each bar: the share of time in which the GPU executes kernels. Each cell of",
                 "a bar is a share of its memory; letters are the tags in the table. vramctl gpus has",
-                "the numbers, docs/monitoring.md the rest.",
+                "the numbers, docs/monitoring.md the rest. Curves: of the GPU's memory; of the highest rate.",
             ];
             (" Keys ", keys.chain(bars.map(str::to_owned)).collect::<Vec<_>>())
         }
@@ -415,10 +461,11 @@ mod tests {
     use crate::commands::top::model::{Gpus, Sample};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
+    use std::collections::BTreeMap;
     use std::time::Duration;
     use vramctl_coordinator::failure::{CommandError, Exit};
     use vramctl_coordinator::process::{Process, made_up::process};
-    use vramctl_driver::{Card, NoCards};
+    use vramctl_driver::{Card, Climate, NoCards};
     use vramctl_host::limits::Room;
     use vramctl_model::{DeviceStatus, Holder, Stage, TagState, Totals, Unmanaged};
 
@@ -464,7 +511,7 @@ mod tests {
         let memory = &mut trainer.status.as_mut().unwrap().memory;
         (memory.held, memory.tags[0].host_bytes, memory.host.ready_bytes) = (true, GIB, 2 * GIB);
         model.put(sample(trainer), now);
-        model.put_gpus(Gpus { cards: Ok(vec![card(0)]), available: 60 * GIB }, now);
+        model.put_gpus(Gpus { cards: Ok(vec![card(0)]), climates: BTreeMap::new(), available: 60 * GIB }, now);
         model
     }
 
@@ -537,6 +584,61 @@ Link   out none yet, in none yet
         );
     }
 
+    /// The last five minutes, in 40 parts of 7.5 s: nothing is known of the first ones.
+    #[test]
+    fn curves_show_the_last_minutes_and_beside_them_how_warm_it_is() {
+        let then = Instant::now();
+        let at = |seconds| then + Duration::from_secs(seconds);
+        let mut model = busy(then);
+        let shared = |used| {
+            let (card, holders) = card(0);
+            let climate = Climate { celsius: Some(54), milliwatts: Some(312_900) };
+            let cards = Ok(vec![(Card { used: used * GIB / 10, ..card }, holders)]);
+            Gpus { cards, climates: [("GPU-0".into(), climate)].into(), available: 60 * GIB }
+        };
+        for (seconds, used) in [(75, 0), (150, 50), (151, 90), (225, 100), (300, 20)] {
+            model.put_gpus(shared(used), at(seconds));
+        }
+        let paused = |ms| {
+            let mut trainer = process(8, "trainer", &[("weights", TagState::Paused)]);
+            let stages = [(Stage::Save, ms)].into();
+            trainer.status.as_mut().unwrap().memory.totals =
+                [(Verb::Pause, Totals { done: 1, bytes: GIB, kept_bytes: GIB, stages, ..Totals::default() })].into();
+            sample(trainer)
+        };
+        model.put(paused(1000.0), at(300));
+        let lines = |model: &Model| picture(model, at(300), 80, 20).lines().map(str::to_owned).collect::<Vec<_>>();
+        let below = |lines: &[String], what: &str| lines[lines.iter().position(|line| line.starts_with(what)).unwrap() + 1].clone();
+        assert!(lines(&model).iter().all(|line| !line.contains("last 5 min")), "only where they are wanted");
+        assert_eq!(below(&lines(&model), "GPU 0 ").trim(), "54 C, 312 W");
+        model.curves = Some(Curves::Ascii);
+        let drawn = lines(&model);
+        assert_eq!(below(&drawn, "GPU 0 "), "  last 5 min ----------__________**********#########.                54 C, 312 W");
+        assert_eq!(below(&drawn, "Link "), "  last 5 min out ____________________________#  in _____________________________");
+        model.curves = Some(Curves::Blocks);
+        assert!(below(&lines(&model), "GPU 0 ").contains("▁▁▁▁▁▁▁▁▁▁▇▇▇▇▇▇▇▇▇▇█████████"), "{}", lines(&model).join("\n"));
+        let shown = |height| picture(&model, at(300), 80, height).contains("last 5 min");
+        assert_eq!((shown(14), shown(10)), (true, false), "the table and the bars come first");
+    }
+
+    #[test]
+    fn curves_are_drawn_in_what_the_terminal_has() {
+        let of = |variables: &[(&str, &str)]| {
+            let variables: BTreeMap<_, _> = variables.iter().copied().collect();
+            Curves::of_terminal(|name| variables.get(name).map(|value| (*value).to_owned()))
+        };
+        assert_eq!(of(&[("TERM", "xterm"), ("LANG", "C.UTF-8")]), Curves::Blocks);
+        assert_eq!(of(&[("TERM", "xterm"), ("LC_ALL", ""), ("LC_CTYPE", "de_DE.utf8"), ("LANG", "C")]), Curves::Blocks);
+        for plain in [
+            [("TERM", "xterm"), ("LANG", "C")],
+            [("TERM", "linux"), ("LANG", "C.UTF-8")],
+            [("TERM", ""), ("LANG", "C.UTF-8")],
+            [("LC_ALL", "C"), ("LANG", "C.UTF-8")],
+        ] {
+            assert_eq!(of(&plain), Curves::Ascii, "{plain:?}");
+        }
+    }
+
     #[test]
     fn what_is_being_copied_has_a_bar_and_a_speed() {
         let then = Instant::now();
@@ -586,7 +688,7 @@ Link   out none yet, in none yet
         let (now, mut model) = (Instant::now(), Model::new(Duration::from_secs(1)));
         let cards =
             [Some(0), Some(100), None].into_iter().zip(0..).map(|(utilization, index)| (Card { utilization, ..card(index).0 }, Vec::new()));
-        model.put_gpus(Gpus { cards: Ok(cards.collect()), available: 0 }, now);
+        model.put_gpus(Gpus { cards: Ok(cards.collect()), climates: BTreeMap::new(), available: 0 }, now);
         let drawn = picture(&model, now, 80, 16);
         let starts: Vec<_> = drawn.lines().filter(|line| line.starts_with("GPU")).map(|line| &line[..12]).collect();
         assert_eq!(starts, ["GPU 0    0% ", "GPU 1  100% ", "GPU 2     - "]);
@@ -667,7 +769,10 @@ Link   out none yet, in none yet
             drawn.contains("no process is managed: start one with `vramctl run -- COMMAND`") && drawn.contains("NVML has not answered yet"),
             "{drawn}"
         );
-        model.put_gpus(Gpus { cards: Err(NoCards::NoLibrary("no libnvidia-ml.so.1".into())), available: 60 * GIB }, now);
+        model.put_gpus(
+            Gpus { cards: Err(NoCards::NoLibrary("no libnvidia-ml.so.1".into())), climates: BTreeMap::new(), available: 60 * GIB },
+            now,
+        );
         let drawn = picture(&model, now, 80, 16);
         let words = drawn.split_whitespace().collect::<Vec<_>>().join(" ");
         assert!(words.contains("NVML cannot be loaded: no libnvidia-ml.so.1."), "{drawn}");
@@ -680,7 +785,7 @@ Link   out none yet, in none yet
     fn no_size_is_too_small_or_too_large() {
         let now = Instant::now();
         let mut model = busy(now);
-        model.put_gpus(Gpus { cards: Ok((0..8).map(card).collect()), available: 0 }, now);
+        model.put_gpus(Gpus { cards: Ok((0..8).map(card).collect()), climates: BTreeMap::new(), available: 0 }, now);
         for overlay in [
             Overlay::Nothing,
             Overlay::Help,
@@ -704,7 +809,7 @@ Link   out none yet, in none yet
     #[test]
     fn where_there_is_room_for_all_of_it_every_gpu_is_shown() {
         let (now, mut model) = (Instant::now(), Model::new(Duration::from_secs(1)));
-        model.put_gpus(Gpus { cards: Ok((0..2).map(card).collect()), available: 0 }, now);
+        model.put_gpus(Gpus { cards: Ok((0..2).map(card).collect()), climates: BTreeMap::new(), available: 0 }, now);
         for pid in 1..=4 {
             let mut buffer = Buffer::empty(Rect::new(0, 0, 80, height(&model, 80, now)));
             draw(&mut buffer, &model, now, false);

@@ -1,8 +1,9 @@
 //! What a key does.
 
-use super::model::{Model, Overlay, Subject, TableRow, View};
+use super::model::{Curves, Model, Needs, Overlay, Subject, TableRow, View};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use std::collections::BTreeMap;
+use std::env;
 use std::time::{Duration, Instant};
 use vramctl_model::Bytes;
 
@@ -18,16 +19,19 @@ pub enum Wish {
 }
 
 /// The keys, and what they do, for the help.
-pub const KEYS: [(&str, &str); 13] = [
+pub const KEYS: [(&str, &str); 16] = [
     ("up, down, j, k", "select; PgUp, PgDn, Home and End too"),
     ("p", "pause what is selected: a tag, a process or all with a name"),
     ("r", "resume it"),
     ("s", "suspend it: it leaves the GPU entirely (never only a tag)"),
+    ("m", "move it to another GPU, which you type"),
+    ("w", "swap it with another program, whose name or pid you type"),
     ("f", "have torch return what it has cached (`trim`; never only a tag)"),
     ("x", "cancel the command that is running"),
     ("o", "order by name, size or state"),
     ("t", "tags or processes below each name"),
     ("/", "show only names and tags that contain what you type; esc shows all"),
+    ("c", "curves of the last five minutes, or none"),
     ("+, -", "refresh more or less often"),
     ("?, h", "this help"),
     ("esc", "close this help, or a question; show all"),
@@ -57,6 +61,10 @@ pub fn press(model: &mut Model, key: KeyEvent, now: Instant) -> Wish {
             type_filter(model, key.code);
             return Wish::Nothing;
         }
+        Overlay::Asking { needs, of, typed } => {
+            type_answer(model, needs, of, typed, key.code);
+            return Wish::Nothing;
+        }
         Overlay::Help if !matches!(key.code, KeyCode::Char('q')) => return Wish::Nothing,
         Overlay::Help | Overlay::Nothing => (),
     }
@@ -80,6 +88,11 @@ pub fn press(model: &mut Model, key: KeyEvent, now: Instant) -> Wish {
         KeyCode::Char('r') => ask(model, "resume", now),
         KeyCode::Char('s') => ask(model, "suspend", now),
         KeyCode::Char('f') => ask(model, "trim", now),
+        KeyCode::Char('m') => begin_to_ask(model, Needs::Gpu, now),
+        KeyCode::Char('w') => begin_to_ask(model, Needs::Partner, now),
+        KeyCode::Char('c') => {
+            model.curves = if model.curves.is_some() { None } else { Some(Curves::of_terminal(|name| env::var(name).ok())) };
+        }
         _ => (),
     }
     Wish::Nothing
@@ -97,11 +110,78 @@ fn type_filter(model: &mut Model, key: KeyCode) {
     model.overlay = Overlay::Filter;
 }
 
+/// What a command needs besides the selection, as a question.
+pub fn question(model: &Model, needs: Needs, of: &Subject) -> String {
+    let name = written(of);
+    match needs {
+        Needs::Gpu => format!("move {name} to GPU"),
+        Needs::Partner if model.is_away(of) => format!("{name} comes back, who leaves"),
+        Needs::Partner => format!("{name} leaves, who comes back"),
+    }
+}
+
+/// As commands take it.
+fn written(of: &Subject) -> String {
+    of.pid.map_or_else(|| of.name.clone().unwrap_or_default(), |pid| pid.to_string())
+}
+
+/// Asks for what a command needs besides the selection.
+fn begin_to_ask(model: &mut Model, needs: Needs, now: Instant) {
+    if refuse_while_busy(model, now) {
+        return;
+    }
+    let rows = model.rows(now);
+    let Some(row) = model.selection(&rows).map(|at| &rows[at]) else { return };
+    // These apply to the whole process, not to a tag.
+    model.overlay = Overlay::Asking { needs, of: Subject { tag: None, ..row.key.clone() }, typed: String::new() };
+}
+
+/// A key while that is typed.
+fn type_answer(model: &mut Model, needs: Needs, of: Subject, mut typed: String, key: KeyCode) {
+    match key {
+        KeyCode::Esc => return,
+        KeyCode::Enter if typed.trim().is_empty() => return,
+        KeyCode::Enter => {
+            let (words, what) = answered(model, needs, &of, typed.trim());
+            model.overlay = Overlay::Question { words, what, lost: String::new() };
+            return;
+        }
+        KeyCode::Backspace => _ = typed.pop(),
+        KeyCode::Char(letter) => typed.push(letter),
+        _ => (),
+    }
+    model.overlay = Overlay::Asking { needs, of, typed };
+}
+
+/// The command line, and what it does.
+fn answered(model: &Model, needs: Needs, of: &Subject, typed: &str) -> (Vec<String>, String) {
+    let (its, other) = (written(of), typed.to_owned());
+    match needs {
+        Needs::Gpu => {
+            let what = format!("{its}: it leaves its GPU, and comes back there");
+            (words("move", of).into_iter().chain([format!("--to={other}")]).collect(), what)
+        }
+        Needs::Partner => {
+            let (out, back) = if model.is_away(of) { (other, its) } else { (its, other) };
+            let what = format!("{out} leaves, {back} comes back");
+            let dashes = [&out, &back].iter().any(|name| name.starts_with('-')).then(|| "--".to_owned());
+            (["swap".to_owned()].into_iter().chain(dashes).chain([out, back]).collect(), what)
+        }
+    }
+}
+
+/// Says which command runs, if one does, and returns whether that is so.
+fn refuse_while_busy(model: &mut Model, now: Instant) -> bool {
+    let Some((words, _)) = &model.command else { return false };
+    let text = format!("vramctl {} is still running; x cancels it", words.join(" "));
+    model.say(text, now);
+    true
+}
+
 /// Asks for confirmation to apply this to the selection.
 fn ask(model: &mut Model, verb: &str, now: Instant) {
-    if let Some((words, _)) = &model.command {
-        let text = format!("vramctl {} is still running; x cancels it", words.join(" "));
-        return model.say(text, now);
+    if refuse_while_busy(model, now) {
+        return;
     }
     let rows = model.rows(now);
     let Some(row) = model.selection(&rows).map(|at| &rows[at]) else { return };

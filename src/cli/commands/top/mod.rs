@@ -12,7 +12,7 @@ use crate::arguments::{GpuArgs, seconds};
 use crate::execute::Execute;
 use crate::ui::{colours, interrupt, output};
 use keys::Wish;
-use model::Model;
+use model::{Curves, Model};
 use poll::{Interval, Listener, News};
 use ratatui::DefaultTerminal;
 use ratatui::buffer::Buffer;
@@ -38,7 +38,7 @@ use vramctl_model::Verb;
 A bar shows who uses the memory of each GPU: each tag has a letter, which the table on the screen explains. Keys pause, resume and \
 suspend the selection, after showing the command and asking; ? lists them all. docs/monitoring.md has a picture.
 
-It needs a terminal of at least 80 columns, respects NO_COLOR, and draws in ASCII.
+It needs a terminal of at least 80 columns, respects NO_COLOR, and draws in ASCII; curves in block characters where the locale has UTF-8.
 
 Examples:
   vramctl top
@@ -94,7 +94,9 @@ impl Execute for Args {
         let ended = Screen::take().and_then(|mut screen| {
             let inputs = happen.clone();
             parallel::spawn(move || while inputs.send(event::read().map_or_else(Incoming::NoInput, Incoming::Input)).is_ok() {})?;
-            watch(&mut screen, self.model(), &incomings, &happen, &interval)
+            let mut model = self.model();
+            model.curves = Some(Curves::of_terminal(|name| env::var(name).ok()));
+            watch(&mut screen, model, &incomings, &happen, &interval)
         });
         match ended {
             Ok(None) => Ok(Exit::Done),

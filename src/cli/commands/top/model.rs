@@ -1,11 +1,11 @@
 //! The state of `vramctl top`, and the rows to show. Does no drawing and no I/O; the time is passed in.
 
 use crate::ledger::{self, What};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 use vramctl_coordinator::gpus::begins_as;
 use vramctl_coordinator::processes::Process;
-use vramctl_driver::{Card, NoCards};
+use vramctl_driver::{Card, Climate, NoCards};
 use vramctl_host::limits::Room;
 use vramctl_model::{Holder, Policy, Progress, Stage, TagState, TagStatus, Verb};
 
@@ -13,6 +13,8 @@ use vramctl_model::{Holder, Policy, Progress, Stage, TagState, TagStatus, Verb};
 const PATIENCE: Duration = Duration::from_secs(3);
 /// Transitions of a job's processes that end within this time count as one.
 const TOGETHER: Duration = Duration::from_secs(2);
+/// How far back curves go.
+pub const REMEMBERED: Duration = Duration::from_secs(300);
 /// How long a message is shown.
 const MESSAGE: Duration = Duration::from_secs(20);
 
@@ -27,6 +29,9 @@ pub struct Model {
     pub trouble: Option<String>,
     /// Who of the programs that share GPUs waits and why, and the last change of places.
     pub sharing: Vec<String>,
+    /// What has been, and in which characters that is drawn; `None`: not at all.
+    pub curves: Option<Curves>,
+    past: Past,
     pub interval: Duration,
     pub order: Order,
     pub view: View,
@@ -47,8 +52,74 @@ pub struct Model {
 #[derive(Debug, Clone)]
 pub struct Gpus {
     pub cards: Result<Vec<(Card, Vec<Holder>)>, NoCards>,
+    /// By UUID.
+    pub climates: BTreeMap<String, Climate>,
     /// Host memory available.
     pub available: u64,
+}
+
+/// The characters of a curve, from nothing to all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Curves {
+    /// For every terminal.
+    Ascii,
+    /// Where the terminal shows Unicode.
+    Blocks,
+}
+
+impl Curves {
+    /// What a terminal shows, by these variables of the environment.
+    pub fn of_terminal(variable: impl Fn(&str) -> Option<String>) -> Self {
+        let set = |name| variable(name).filter(|value: &String| !value.is_empty());
+        let locale = ["LC_ALL", "LC_CTYPE", "LANG"].into_iter().find_map(set).unwrap_or_default().to_lowercase();
+        // The kernel's own terminal has few of them in its fonts.
+        let is_plain = set("TERM").is_none_or(|terminal| ["linux", "dumb"].contains(&&*terminal));
+        if !is_plain && (locale.contains("utf-8") || locale.contains("utf8")) { Self::Blocks } else { Self::Ascii }
+    }
+
+    /// A share of the height; `None`: nothing is known.
+    pub fn character(self, share: Option<f64>) -> char {
+        let levels: &[char] = match self {
+            Self::Ascii => &['_', '.', ':', '-', '=', '+', '*', '#'],
+            Self::Blocks => &['\u{2581}', '\u{2582}', '\u{2583}', '\u{2584}', '\u{2585}', '\u{2586}', '\u{2587}', '\u{2588}'],
+        };
+        share.map_or(' ', |share| levels[(share.clamp(0.0, 1.0) * (levels.len() - 1) as f64).round() as usize])
+    }
+}
+
+/// Values over the last minutes.
+#[derive(Debug, Default)]
+struct Past {
+    /// The share of each GPU's memory that was in use, by index.
+    gpus: BTreeMap<u32, VecDeque<(Instant, f64)>>,
+    /// Bytes per second over the link.
+    link: BTreeMap<Verb, VecDeque<(Instant, f64)>>,
+}
+
+/// Adds a value, and forgets what is too old.
+fn remember(values: &mut VecDeque<(Instant, f64)>, value: f64, now: Instant) {
+    values.push_back((now, value));
+    while values.front().is_some_and(|(when, _)| now.saturating_duration_since(*when) > REMEMBERED) {
+        values.pop_front();
+    }
+}
+
+/// The largest value in each of so many equal parts of the last minutes; a part without a value has that of the part before.
+fn parts_of(values: Option<&VecDeque<(Instant, f64)>>, count: usize, now: Instant) -> Vec<Option<f64>> {
+    let mut parts = vec![None; count];
+    for (when, value) in values.into_iter().flatten() {
+        let age = now.saturating_duration_since(*when).as_secs_f64() / REMEMBERED.as_secs_f64();
+        let place = ((1.0 - age).max(0.0) * count as f64) as usize;
+        if let Some(part) = parts.get_mut(place.min(count.saturating_sub(1))) {
+            *part = Some(part.map_or(*value, |most: f64| most.max(*value)));
+        }
+    }
+    let mut before = None;
+    for part in &mut parts {
+        *part = part.or(before);
+        before = *part;
+    }
+    parts
 }
 
 /// The known state of a process.
@@ -82,6 +153,12 @@ pub enum Overlay {
     Help,
     /// The filter is being typed.
     Filter,
+    /// What a command still needs is being typed.
+    Asking {
+        needs: Needs,
+        of: Subject,
+        typed: String,
+    },
     /// A question whether to run this command, with its effect.
     Question {
         words: Vec<String>,
@@ -89,6 +166,15 @@ pub enum Overlay {
         /// The contents that will be lost, in words.
         lost: String,
     },
+}
+
+/// What a command needs besides the selection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Needs {
+    /// To move: where to.
+    Gpu,
+    /// To swap: with whom.
+    Partner,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -184,6 +270,7 @@ pub struct GpuBar {
     pub used: u64,
     pub total: u64,
     pub parts: Vec<(Slice, u64)>,
+    pub climate: Climate,
 }
 
 /// Host memory.
@@ -210,6 +297,8 @@ impl Model {
             found: None,
             trouble: None,
             sharing: Vec::new(),
+            curves: None,
+            past: Past::default(),
             interval,
             order: Order::Name,
             view: View::Tags,
@@ -235,6 +324,10 @@ impl Model {
         }
         let mut flow = self.seen.remove(&pid).map(|before| before.flow.after(&before.sample, &sample, now)).unwrap_or_default();
         flow.follow(&sample, now);
+        for (verb, (_, rate)) in flow.last.iter().filter(|(_, (when, _))| *when == now) {
+            // Too short for a look in between.
+            remember(self.past.link.entry(*verb).or_default(), *rate, now);
+        }
         for tag in sample.process.tags() {
             self.letter(sample.process.name().unwrap_or_default(), &tag.tag);
         }
@@ -248,6 +341,13 @@ impl Model {
     }
 
     pub fn put_gpus(&mut self, gpus: Gpus, now: Instant) {
+        for (card, _) in gpus.cards.iter().flatten() {
+            remember(self.past.gpus.entry(card.index).or_default(), card.used as f64 / card.total.max(1) as f64, now);
+        }
+        for verb in [Verb::Pause, Verb::Resume] {
+            let rate = self.rate(verb).filter(|(_, is_now)| *is_now).map_or(0.0, |(rate, _)| rate);
+            remember(self.past.link.entry(verb).or_default(), rate, now);
+        }
         self.gpus = Some((now, gpus));
     }
 
@@ -300,9 +400,29 @@ impl Model {
             let mut parts: Vec<_> = parts.into_iter().map(|(part, bytes)| (part, bytes.max(0) as u64)).collect();
             let shown: u64 = parts.iter().map(|(_, bytes)| bytes).sum();
             parts.push((Slice::Free, card.total.saturating_sub(shown)));
-            GpuBar { index: card.index, model: card.name.clone(), utilization: card.utilization, used: card.used, total: card.total, parts }
+            GpuBar {
+                index: card.index,
+                model: card.name.clone(),
+                utilization: card.utilization,
+                used: card.used,
+                total: card.total,
+                parts,
+                climate: gpus.climates.get(&card.uuid).copied().unwrap_or_default(),
+            }
         };
         gpus.cards.iter().flatten().filter(|(card, _)| self.shows(card)).map(bar).collect()
+    }
+
+    /// The share of a GPU's memory that was in use, in so many parts of the last minutes.
+    pub fn past_of_gpu(&self, index: u32, count: usize, now: Instant) -> Vec<Option<f64>> {
+        parts_of(self.past.gpus.get(&index), count, now)
+    }
+
+    /// The rate over the link, likewise, as shares of the highest.
+    pub fn past_of_link(&self, verb: Verb, count: usize, now: Instant) -> Vec<Option<f64>> {
+        let parts = parts_of(self.past.link.get(&verb), count, now);
+        let most = parts.iter().flatten().copied().fold(0.0, f64::max);
+        parts.into_iter().map(|part| part.map(|rate| if most > 0.0 { rate / most } else { 0.0 })).collect()
     }
 
     fn shows(&self, card: &Card) -> bool {
@@ -347,6 +467,13 @@ impl Model {
         let last: Vec<_> = self.seen.values().filter_map(|seen| seen.flow.last.get(&verb)).collect();
         let latest = last.iter().map(|(when, _)| *when).max()?;
         Some((last.iter().filter(|(when, _)| *when + TOGETHER >= latest).map(|(_, rate)| rate).sum(), false))
+    }
+
+    /// Whether nothing of these processes is on a GPU.
+    pub fn is_away(&self, of: &Subject) -> bool {
+        let is_meant = |process: &Process| process.name == of.name && of.pid.is_none_or(|pid| pid == process.pid);
+        let active = |process: &Process| if process.suspended().is_none() { process.active_bytes() } else { 0 };
+        self.seen.values().map(|seen| &seen.sample.process).filter(|process| is_meant(process)).all(|process| active(process) == 0)
     }
 
     /// Whether the filter lets this name through.

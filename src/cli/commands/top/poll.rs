@@ -12,7 +12,7 @@ use vramctl_control::discovery::Directory;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::parallel;
 use vramctl_coordinator::processes::{Process, silent};
-use vramctl_driver::{cards, holders_of, keep_nvml};
+use vramctl_driver::{cards, climate, holders_of, keep_nvml};
 use vramctl_host::{Unpoison, limits};
 
 /// What they answer.
@@ -88,8 +88,10 @@ fn spawn(listener: &impl Listener, work: impl FnOnce() + Send + 'static) -> bool
 fn ask_nvml(listener: &impl Listener, interval: &Interval) {
     keep_nvml([]);
     loop {
-        let cards = cards().map(|cards| cards.into_iter().map(|card| (card.clone(), holders_of(&card.uuid))).collect());
-        if !listener.send_news(News::Gpus(Gpus { cards, available: limits::available_bytes() })) {
+        let cards = cards();
+        let climates = cards.iter().flatten().map(|card| (card.uuid.clone(), climate(&card.uuid))).collect();
+        let cards = cards.map(|cards| cards.into_iter().map(|card| (card.clone(), holders_of(&card.uuid))).collect());
+        if !listener.send_news(News::Gpus(Gpus { cards, climates, available: limits::available_bytes() })) {
             return;
         }
         interval.wait(Duration::MAX);

@@ -4,6 +4,7 @@
 use super::timeline::{Ending, Stretch};
 use super::{Recorded, Recording};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 /// Writes the trace. Times are microseconds since the recording's first moment.
@@ -55,7 +56,7 @@ fn events(process: &Recorded, begun: u64) -> Vec<Value> {
         let category = if slice.is_stage { "stage" } else { "transition" };
         let event = json!({
             "ph": "X", "ts": microseconds(slice.from), "dur": duration, "pid": pid, "tid": slice.thread, "name": slice.name,
-            "cat": category, "args": arguments_of(slice),
+            "cat": category, "args": arguments_of(process, slice),
         });
         all.push((slice.from, event));
     }
@@ -70,10 +71,14 @@ fn events(process: &Recorded, begun: u64) -> Vec<Value> {
     all.into_iter().map(|(_, event)| event).collect()
 }
 
-fn arguments_of(slice: &Stretch) -> Value {
+fn arguments_of(process: &Recorded, slice: &Stretch) -> Value {
     match slice.outcome {
         Ending::Done if slice.is_stage => json!({}),
-        Ending::Done => json!({"bytes": slice.bytes}),
+        Ending::Done if slice.owners.is_empty() => json!({"bytes": slice.bytes}),
+        Ending::Done => {
+            let tags: BTreeMap<_, _> = slice.owners.iter().map(|(owner, bytes)| (process.name_of(*owner), *bytes)).collect();
+            json!({"bytes": slice.bytes, "tags": tags})
+        }
         Ending::Failed(error) => json!({"error": error}),
         Ending::UnderWay => json!({"under way": true}),
     }

@@ -11,22 +11,23 @@ use crate::ui::output;
 use follow::{Followed, Until};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::{self, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use timeline::Timeline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::gpus;
-use vramctl_coordinator::processes::Found;
+use vramctl_coordinator::processes::{Found, Process};
 use vramctl_coordinator::text;
 use vramctl_driver::cards;
 use vramctl_model::{Bytes, MemoryOwner, short_uuid, unmanaged_of};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
-A process keeps its last 419 000 events (allocations, frees, pauses, resumes, failures) if it was started with `vramctl run --trace` \
-or with VRAMCTL_TRACE=1 in its environment. Without --seconds and --follow, the trace has the events recorded so far.
+A process keeps its last 419 000 events (allocations, frees, pauses, resumes, failures) if it was started with `vramctl run --trace`, \
+with VRAMCTL_TRACE=1 in its environment, or from the first `vramctl trace --start` on. Without --seconds and --follow, the trace has the \
+events recorded so far.
 
 Open a .json in https://ui.perfetto.dev or chrome://tracing; an .html page needs only a browser. Without a target, the \
 trace is of all managed processes, on one axis of time.
@@ -34,19 +35,23 @@ trace is of all managed processes, on one axis of time.
 Examples:
   vramctl run --trace --name engine -- python serve.py
   vramctl trace engine -o trace.json
+  vramctl trace engine --start                   # begin in a running program
   vramctl trace engine -o page.html --seconds 60 # and the next minute
   vramctl trace -o page.html --follow            # until ^C")]
 pub struct Args {
     #[command(flatten)]
     processes: ProcessesOrAll,
     /// The file to write: `….json` for Perfetto, `….html` for a page for a browser
-    #[arg(short, long, value_name = "FILE", value_parser = output_file)]
-    output: PathBuf,
+    #[arg(short, long, value_name = "FILE", value_parser = output_file, required_unless_present = "start")]
+    output: Option<PathBuf>,
+    /// Have programs that record nothing begin to, with the memory that they have; they go on until they end
+    #[arg(long)]
+    start: bool,
     /// Keep recording for this many seconds, or until ^C
-    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, requires = "output")]
     seconds: Option<Duration>,
     /// Keep recording until ^C
-    #[arg(long, conflicts_with = "seconds")]
+    #[arg(long, conflicts_with = "seconds", requires = "output")]
     follow: bool,
 }
 
@@ -64,8 +69,48 @@ impl Execute for Args {
         let found = Found::look(&target)?;
         let chosen = found.choose(&target)?;
         // Check this before the recording, which may take long.
-        let failed = |error: io::Error| CommandError::new(Exit::Failed, format!("cannot write {}: {error}", self.output.display()));
-        let mut file = OpenOptions::new().append(true).create(true).open(&self.output).map_err(failed)?;
+        let mut file = self.output.as_deref().map(open).transpose()?;
+        if self.start {
+            start(&found, &chosen)?;
+        }
+        match (&self.output, &mut file) {
+            (Some(output), Some(file)) => self.record(&found, &chosen, output, file),
+            _ => Ok(Exit::Done),
+        }
+    }
+}
+
+fn open(output: &Path) -> Result<File, CommandError> {
+    OpenOptions::new().append(true).create(true).open(output).map_err(|error| unwritten(output, &error))
+}
+
+fn unwritten(output: &Path, error: &io::Error) -> CommandError {
+    CommandError::new(Exit::Failed, format!("cannot write {}: {error}", output.display()))
+}
+
+/// Has processes record from now on, and says for each whether it does.
+fn start(found: &Found, chosen: &[Process]) -> Result<(), CommandError> {
+    let mut refused = None;
+    for process in chosen {
+        let who = format!("{} (pid {})", process.name().unwrap_or("?"), process.pid);
+        let begun = process.status.clone().and_then(|_| Ok(found.connect(process.pid)?.record()?));
+        match begun {
+            Ok(true) => output::say(&format!("{who}: the trace begins; `vramctl trace {} -o page.html` writes it", process.pid))?,
+            Ok(false) => output::say(&format!("{who} has a trace already"))?,
+            Err(error) => {
+                let error = CommandError::new(error.exit(), format!("{who} has no trace: {error}"));
+                if let Some(before) = refused.replace(error) {
+                    output::complain("error", &before.to_string());
+                }
+            }
+        }
+    }
+    refused.map_or(Ok(()), Err)
+}
+
+impl Args {
+    fn record(&self, found: &Found, chosen: &[Process], output: &Path, file: &mut File) -> Result<Exit, CommandError> {
+        let failed = |error: io::Error| unwritten(output, &error);
         let until = match self.seconds {
             Some(time) => Until::After(time),
             None if self.follow => Until::Interrupted,
@@ -74,21 +119,21 @@ impl Execute for Args {
         if until == Until::Interrupted {
             output::complain("note", "recording; ^C writes the trace");
         }
-        let recording = Recording::of(&follow::follow(&found, &chosen, until));
+        let recording = Recording::of(&follow::follow(found, chosen, until));
         if recording.processes.is_empty() {
             // Only what this command has made: neither a link nor a device.
-            if fs::symlink_metadata(&self.output).is_ok_and(|it| it.is_file() && it.len() == 0) {
-                let _ = fs::remove_file(&self.output);
+            if fs::symlink_metadata(output).is_ok_and(|it| it.is_file() && it.len() == 0) {
+                let _ = fs::remove_file(output);
             }
             return Err(recording.nothing());
         }
         file.set_len(0).map_err(failed)?;
-        let mut out = BufWriter::new(&mut file);
-        let is_page = self.output.extension().is_some_and(|extension| extension == "html");
+        let mut out = BufWriter::new(file);
+        let is_page = output.extension().is_some_and(|extension| extension == "html");
         let written = if is_page { page::write(&recording, &mut out) } else { chrome::write(&recording, &mut out) };
         written.and_then(|()| out.flush()).map_err(failed)?;
         recording.ended().iter().for_each(|text| output::complain("note", text));
-        output::say(&recording.summary(&self.output))?;
+        output::say(&recording.summary(output))?;
         Ok(Exit::Done)
     }
 }
@@ -179,7 +224,7 @@ impl Recording {
             silent: off
                 .iter()
                 .map(|one: &&Followed| {
-                    let text = "it records nothing: start it with `vramctl run --trace`, or VRAMCTL_TRACE=1";
+                    let text = "it records nothing: `vramctl trace --start` begins, and `vramctl run --trace` from the start on";
                     let reason = one.ended.clone().unwrap_or_else(|| CommandError::new(Exit::Failed, text));
                     CommandError::new(reason.exit(), format!("{} (pid {}) is not in the trace: {reason}", one.name, one.pid))
                 })

@@ -112,11 +112,23 @@ fn text(process: &Recorded, slice: &Stretch) -> String {
     let verb = slice.name;
     match slice.outcome {
         Ending::Done => {
-            format!("{process}: {verb} of {} in {:.0} ms", Bytes(slice.bytes), slice.to.saturating_sub(slice.from) as f64 / 1e6)
+            let took = slice.to.saturating_sub(slice.from) as f64 / 1e6;
+            format!("{process}: {verb} of {}{} in {took:.0} ms", Bytes(slice.bytes), of_each(process, slice))
         }
         Ending::Failed(error) => format!("{process}: {verb} failed: {}", json!(error).as_str().unwrap_or_default()),
         Ending::UnderWay => format!("{process}: {verb}, under way"),
     }
+}
+
+/// Of which tags the memory was, the largest first.
+fn of_each(process: &Recorded, slice: &Stretch) -> String {
+    let mut owners: Vec<_> = slice.owners.iter().collect();
+    owners.sort_by_key(|(_, bytes)| std::cmp::Reverse(**bytes));
+    let names: Vec<_> = match owners[..] {
+        [(owner, _)] => vec![process.name_of(*owner)],
+        _ => owners.iter().map(|(owner, bytes)| format!("{} {}", process.name_of(**owner), Bytes(**bytes))).collect(),
+    };
+    if names.is_empty() { String::new() } else { format!(" ({})", names.join(", ")) }
 }
 
 /// One owner's memory over time.

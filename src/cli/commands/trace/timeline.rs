@@ -34,7 +34,15 @@ pub struct Stretch {
     pub from: u64,
     pub to: u64,
     pub bytes: u64,
+    /// What it paused or resumed of each owner.
+    pub owners: BTreeMap<u16, u64>,
     pub outcome: Ending,
+}
+
+impl Stretch {
+    fn new(name: &'static str, thread: u32, from: u64, to: u64) -> Self {
+        Self { name, is_stage: false, thread, from, to, bytes: 0, owners: BTreeMap::new(), outcome: Ending::Done }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -124,37 +132,62 @@ fn histories(events: &[TraceEvent], owners: &BTreeMap<u16, MemoryOwner>, from: u
     all
 }
 
+/// A pause or resume whose end has not come yet.
+#[derive(Debug)]
+struct Unfinished {
+    verb: Verb,
+    from: u64,
+    owners: BTreeMap<u16, u64>,
+    stages: Vec<Stretch>,
+}
+
+impl Unfinished {
+    fn new(verb: Verb, from: u64) -> Self {
+        Self { verb, from, owners: BTreeMap::new(), stages: Vec::new() }
+    }
+
+    /// A process pauses or resumes once at a time, so whose memory changes belongs to that.
+    fn changes(open: &mut BTreeMap<u32, Self>, verb: Verb, of: OwnersBytes) {
+        if let Some(one) = open.values_mut().find(|one| one.verb == verb) {
+            *one.owners.entry(of.owner).or_default() += of.bytes;
+        }
+    }
+}
+
 /// Each thread does one thing at a time, so its slices nest.
 fn slices(events: &[TraceEvent], to: u64) -> Vec<Stretch> {
-    let mut open = BTreeMap::<u32, (Verb, u64, Vec<Stretch>)>::new();
+    let mut open = BTreeMap::<u32, Unfinished>::new();
     let mut done = Vec::new();
     for event in events {
         let at = event.at_ns;
         match event.what {
-            Happening::Began { verb, thread } => _ = open.insert(thread, (verb, at, Vec::new())),
+            Happening::Began { verb, thread } => _ = open.insert(thread, Unfinished::new(verb, at)),
             Happening::Stage { stage, thread, ns } => {
                 let from = at.saturating_sub(ns);
-                let slice = Stretch { name: stage.name(), is_stage: true, thread, from, to: at, bytes: 0, outcome: Ending::Done };
+                let slice = Stretch { is_stage: true, ..Stretch::new(stage.name(), thread, from, at) };
                 match open.get_mut(&thread) {
-                    Some((_, _, stages)) => stages.push(slice),
+                    Some(transition) => transition.stages.push(slice),
                     None => done.push(slice),
                 }
             }
             Happening::Ended { verb, thread, ns, bytes, error } => {
-                let (_, from, stages) = open.remove(&thread).unwrap_or((verb, at.saturating_sub(ns), Vec::new()));
+                let Unfinished { from, owners, stages, .. } =
+                    open.remove(&thread).unwrap_or_else(|| Unfinished::new(verb, at.saturating_sub(ns)));
                 let outcome = error.map_or(Ending::Done, Ending::Failed);
-                done.push(Stretch { name: verb.name(), is_stage: false, thread, from, to: at, bytes, outcome });
+                done.push(Stretch { bytes, owners, outcome, ..Stretch::new(verb.name(), thread, from, at) });
                 done.extend(fitted(stages, from));
             }
             Happening::Trimmed { thread, ns, bytes } => {
                 let from = at.saturating_sub(ns);
-                done.push(Stretch { name: "trim", is_stage: false, thread, from, to: at, bytes, outcome: Ending::Done });
+                done.push(Stretch { bytes, ..Stretch::new("trim", thread, from, at) });
             }
+            Happening::Paused(of) => Unfinished::changes(&mut open, Verb::Pause, of),
+            Happening::Resumed(of) => Unfinished::changes(&mut open, Verb::Resume, of),
             _ => (),
         }
     }
-    for (thread, (verb, from, stages)) in open {
-        done.push(Stretch { name: verb.name(), is_stage: false, thread, from, to, bytes: 0, outcome: Ending::UnderWay });
+    for (thread, Unfinished { verb, from, owners, stages }) in open {
+        done.push(Stretch { owners, outcome: Ending::UnderWay, ..Stretch::new(verb.name(), thread, from, to) });
         done.extend(fitted(stages, from));
     }
     done.sort_by_key(|slice| (slice.from, std::cmp::Reverse(slice.to)));

@@ -4,7 +4,7 @@
 //! the driver packs them together.
 
 use super::sightings::{self, ObstacleKey};
-use crate::events::{self, Change, Owner};
+use crate::events::{self, Change, Owner, Presence};
 use crate::limit::Charge;
 use crate::memory::registry::{Keyed, Requester, Spread};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -31,11 +31,16 @@ struct Given {
     _charge: Option<Charge>,
     /// The context with which it ends, and that context's device.
     context: Option<(Context, CUdevice)>,
+    presence: Arc<Presence>,
 }
 
 impl Given {
+    fn device(&self) -> Option<CUdevice> {
+        self.context.map(|(_, device)| device)
+    }
+
     fn record(&self, change: Change) {
-        events::change(change, Owner::Library(self.requester.library), self.context.map(|(_, device)| device), self.bytes);
+        events::change(change, Owner::Library(self.requester.library), self.device(), self.bytes, &self.presence);
     }
 }
 
@@ -59,6 +64,7 @@ struct Created {
     requester: Requester,
     _charge: Option<Charge>,
     device: CUdevice,
+    presence: Arc<Presence>,
 }
 
 impl Created {
@@ -68,7 +74,7 @@ impl Created {
     }
 
     fn record(&self, change: Change) {
-        events::change(change, Owner::Library(self.requester.library), Some(self.device), self.bytes);
+        events::change(change, Owner::Library(self.requester.library), Some(self.device), self.bytes, &self.presence);
     }
 }
 
@@ -110,7 +116,7 @@ impl Handles {
 /// Records memory in the thread's current context, and what it counts of the limit.
 pub fn note(address: CUdeviceptr, bytes: usize, requester: Requester, charge: Option<Charge>) {
     let context = Current::of_thread().ok().flatten().map(|current| (current.owner(), current.device()));
-    let given = Given { bytes, requester, _charge: charge, context };
+    let given = Given { bytes, requester, _charge: charge, context, presence: Arc::default() };
     given.record(Change::Allocated);
     UNMANAGED.get().blocks.insert(address, given);
 }
@@ -138,7 +144,7 @@ pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCo
 
 /// Records memory that `cuMemCreate` has created on a device, and what it counts of the limit.
 pub fn note_handle(handle: u64, bytes: usize, device: CUdevice, requester: Requester, charge: Option<Charge>) {
-    let created = Created { bytes, requester, _charge: charge, device };
+    let created = Created { bytes, requester, _charge: charge, device, presence: Arc::default() };
     created.record(Change::Allocated);
     UNMANAGED.get().handles().handles.insert(handle, (Arc::new(created), 1));
 }
@@ -208,6 +214,7 @@ pub struct UnmanagedBlock {
     pub requester: Requester,
     /// Its device, if known.
     pub device: Option<CUdevice>,
+    presence: Arc<Presence>,
 }
 
 /// All unmanaged memory, as recorded; the driver is not asked whether it still exists.
@@ -216,7 +223,8 @@ pub fn blocks() -> Vec<UnmanagedBlock> {
     let blocks = unmanaged.blocks.iter().map(|given| UnmanagedBlock {
         bytes: given.bytes as u64,
         requester: given.requester.clone(),
-        device: given.context.map(|(_, device)| device),
+        device: given.device(),
+        presence: Arc::clone(&given.presence),
     });
     let mut all: Vec<_> = blocks.collect();
     let handles = unmanaged.handles();
@@ -226,8 +234,17 @@ pub fn blocks() -> Vec<UnmanagedBlock> {
         bytes: piece.bytes as u64,
         requester: piece.requester.clone(),
         device: Some(piece.device),
+        presence: Arc::clone(&piece.presence),
     }));
     all
+}
+
+/// Publishes all of it.
+pub(crate) fn tell_what_is_there() {
+    for block in blocks() {
+        let owner = Owner::Library(block.requester.library);
+        events::tell_presence(owner, block.device, block.bytes as usize, &block.presence);
+    }
 }
 
 /// Forgets memory that was destroyed with its context.

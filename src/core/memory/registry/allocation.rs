@@ -13,7 +13,7 @@ use super::lending::{Lending, Token};
 use super::registrant::{Registrant, RegistrantMark};
 use super::state::{PausedBy, State};
 use crate::contexts;
-use crate::events::{self, Change, Owner};
+use crate::events::{self, Change, Owner, Presence};
 use crate::limit::Charge;
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem;
@@ -55,6 +55,7 @@ pub struct Allocation {
     bytes: usize,
     origin: Origin,
     contents: Mutex<Contents>,
+    presence: Presence,
 }
 
 /// A place in a stream.
@@ -248,6 +249,7 @@ impl Allocation {
             bytes,
             origin,
             contents: Mutex::new(contents),
+            presence: Presence::default(),
         };
         made.record(Change::Allocated);
         made
@@ -283,7 +285,14 @@ impl Allocation {
     /// Tells whoever counts the memory of this process. Imports are their owners'.
     fn record(&self, change: Change) {
         if let Some(device) = self.on_device().filter(|_| self.origin.token().is_none()) {
-            events::change(change, Owner::Tag(&self.tag), Some(device), self.bytes);
+            events::change(change, Owner::Tag(&self.tag), Some(device), self.bytes, &self.presence);
+        }
+    }
+
+    /// Publishes it, for who begins to count.
+    pub(in crate::memory) fn tell_that_it_is_there(&self) {
+        if let Some(device) = self.on_device().filter(|_| self.origin.token().is_none()) {
+            events::tell_presence(Owner::Tag(&self.tag), Some(device), self.bytes, &self.presence);
         }
     }
 

@@ -282,6 +282,8 @@ library! {
     nvmlDeviceGetHandleByUUID(*const c_char, *mut u64) -> u32;
     nvmlDeviceGetUUID(u64, *mut c_char, u32) -> u32;
     nvmlDeviceGetMemoryInfo(u64, *mut [u64; 3]) -> u32;
+    nvmlDeviceGetTemperature(u64, u32, *mut u32) -> u32;
+    nvmlDeviceGetPowerUsage(u64, *mut u32) -> u32;
     nvmlDeviceGetUtilizationRates(u64, *mut [u32; 2]) -> u32;
     nvmlDeviceGetComputeRunningProcesses_v3(u64, *mut u32, *mut Process) -> u32;
     simgpu_fail(*const c_char, u64, u32, u64) -> c_int;
