@@ -15,19 +15,23 @@ const FIRST_PROCESS_WITHIN: Duration = Duration::from_secs(10);
 
 /// Keeps a run: `pid`, which began it, and all processes that say that they belong to it. Ends this process once they have ended.
 pub fn keep(run: &str, pid: u32) -> io::Result<()> {
-    let directory = Directory::open_or_create_again()?;
-    end_with_run(run.to_owned(), pid, directory.clone());
-    let office = Office::wait_for(&directory)?;
-    Node::new(directory, office)?.serve()
+    end_with_run(run.to_owned(), pid);
+    loop {
+        // Somebody may have deleted it; members make it again.
+        let directory = Directory::open_or_create_again()?;
+        if let Some(office) = Office::wait_for(&directory)? {
+            Node::new(directory, office)?.serve()?;
+        }
+    }
 }
 
-fn end_with_run(run: String, pid: u32, directory: Directory) {
+fn end_with_run(run: String, pid: u32) {
     thread::spawn(move || {
         let begun = Instant::now();
         wait_for_end(pid);
         // Its children may live on.
         loop {
-            let alive = members_of(&directory, &run);
+            let alive = members_of(&run);
             if alive.is_empty() && begun.elapsed() > FIRST_PROCESS_WITHIN {
                 break;
             }
@@ -41,8 +45,9 @@ fn end_with_run(run: String, pid: u32, directory: Directory) {
     });
 }
 
-fn members_of(directory: &Directory, run: &str) -> Vec<u32> {
-    let of_run = |pid: &u32| Client::greet(directory, *pid).is_ok_and(|(_, hello)| hello.run.as_deref() == Some(run));
+fn members_of(run: &str) -> Vec<u32> {
+    let Ok(Some(directory)) = Directory::open() else { return Vec::new() };
+    let of_run = |pid: &u32| Client::greet(&directory, *pid).is_ok_and(|(_, hello)| hello.run.as_deref() == Some(run));
     directory.processes().unwrap_or_default().into_iter().filter(of_run).collect()
 }
 

@@ -3,8 +3,8 @@
 //! Each `vramctl run --share` leaves a *keeper*: a process that ends with the last process of its run (`leave`, `keep`). One keeper of a
 //! directory of control sockets has the *office* (`office`): it is the scheduler. It connects to each program that shares, the *members*
 //! (`member`), and translates: what they say and hold becomes events of the pure policy (`vramctl-scheduler`), and the policy's actions
-//! become orders to members, and pauses, resumes and swaps of the coordinator (`change`). If it dies, another keeper takes the office, with the
-//! next *epoch*, and asks all members again; members refuse what a scheduler of an older epoch asks for.
+//! become orders to members, and pauses, resumes and swaps of the coordinator (`change`). If it dies or stands still, another keeper takes the
+//! office, with the next *epoch*, and asks all members again; members refuse what a scheduler of an older epoch asks for.
 
 mod books;
 mod change;

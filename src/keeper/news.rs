@@ -19,6 +19,8 @@ pub enum News {
     Gone(u32),
     /// A change of places has ended.
     Done(ChangeId, Ended),
+    /// Another keeper is the scheduler now.
+    Deposed,
     /// Somebody wants to see how things are.
     Asked(UnixStream),
 }

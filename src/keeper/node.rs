@@ -11,7 +11,9 @@ use crate::view::{self, ChangeView, MemberView, PolicyView, View};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CString;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixListener;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -39,6 +41,7 @@ const SHOWN: usize = 20;
 pub struct Node {
     directory: Directory,
     office: Office,
+    _listening: Listening,
     begun: Instant,
     state: State,
     is_ready: bool,
@@ -79,8 +82,10 @@ impl Node {
         // On a small GPU, the usual reserve would be most of it.
         let policy = Policy { reserve: Policy::default().reserve.min(smallest / 50), ..Policy::default() };
         watch_directory(&directory, sender.clone())?;
-        listen(&directory, sender.clone())?;
+        let for_office = sender.clone();
+        office.show(move || _ = for_office.send(News::Deposed))?;
         Ok(Self {
+            _listening: listen(&directory, sender.clone())?,
             directory,
             office,
             begun: Instant::now(),
@@ -109,7 +114,7 @@ impl Node {
         })
     }
 
-    /// Schedules, until the process ends.
+    /// Schedules, until the process ends or another keeper is the scheduler.
     pub fn serve(mut self) -> io::Result<()> {
         let mut beat = Instant::now();
         self.learn_of_gpus();
@@ -131,6 +136,7 @@ impl Node {
                 self.step(Event::Ready);
             }
             match self.news.recv_timeout(self.patience(beat)) {
+                Ok(News::Deposed) => return Ok(()),
                 Ok(news) => self.hear(news),
                 Err(RecvTimeoutError::Timeout) => {
                     if self.somebody_waits() {
@@ -177,6 +183,7 @@ impl Node {
             News::Gone(pid) => self.left(pid),
             News::Done(change, ended) => self.done(change, ended),
             News::Asked(stream) => view::answer(&stream, &self.view()),
+            News::Deposed => (),
         }
     }
 
@@ -670,14 +677,23 @@ fn watch_directory(directory: &Directory, news: Sender<News>) -> io::Result<()> 
     Ok(())
 }
 
-fn listen(directory: &Directory, news: Sender<News>) -> io::Result<()> {
+/// Whoever waits for connections there ends when this is dropped.
+struct Listening(UnixListener);
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        // SAFETY: touches no memory. Unlike its end, this wakes who waits.
+        unsafe { libc::shutdown(self.0.as_raw_fd(), libc::SHUT_RDWR) };
+    }
+}
+
+fn listen(directory: &Directory, news: Sender<News>) -> io::Result<Listening> {
     let listener = view::listen(directory)?;
-    thread::Builder::new().name("view".into()).spawn(move || {
-        listener
-            .incoming()
-            .filter_map(Result::ok)
-            .take_while(|stream| stream.try_clone().is_ok_and(|stream| news.send(News::Asked(stream)).is_ok()))
-            .for_each(drop);
-    })?;
-    Ok(())
+    let listening = Listening(listener.try_clone()?);
+    let serve = move || {
+        let mut clients = listener.incoming().map_while(Result::ok);
+        while clients.next().is_some_and(|stream| news.send(News::Asked(stream)).is_ok()) {}
+    };
+    thread::Builder::new().name("view".into()).spawn(serve)?;
+    Ok(listening)
 }

@@ -17,6 +17,7 @@
  *   check        whether all that has been taken is as it was written: ok or corrupt
  *   poll         from now on, a thread asks an event and a stream whether they have work
  *   capture, end a relaxed capture
+ *   stop CALL    stops the process, as SIGSTOP does, before the next use of a function of the simulated driver
  *
  * Knows nothing of vramctl.
  */
@@ -25,8 +26,10 @@
 #include "cudadriver.h"
 #include "cudart.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -178,6 +181,15 @@ static int frees_at_exit(void)
 	return atexit(free_at_exit);
 }
 
+static int stop_before(const char *call)
+{
+	int (*fail)(const char *, uint64_t, uint32_t, uint64_t);
+	void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+	*(void **)&fail = dlsym(driver, "simgpu_fail");
+	check(fail != NULL, "not the simulated driver");
+	return fail(call, 1, UINT32_MAX - 3, 1);
+}
+
 static int on_term(void)
 {
 	return signal(SIGTERM, check_and_exit) == SIG_ERR;
@@ -192,7 +204,7 @@ int main(void)
 		      { "graph\n", graph }, { "stream\n", stream },   { "poll\n", poll },
 		      { "capture\n", capture }, { "end\n", end },
 		      { "at-exit\n", at_exit }, { "free-at-exit\n", frees_at_exit }, { "on-term\n", on_term } };
-	char line[64];
+	char line[64], call[64];
 	size_t mib;
 	printf("ready\n");
 	fflush(stdout);
@@ -210,6 +222,8 @@ int main(void)
 			answer = take(mib * MIB, false);
 		else if (sscanf(line, "order %zu", &mib) == 1)
 			answer = take(mib * MIB, true);
+		else if (sscanf(line, "stop %63s", call) == 1)
+			answer = stop_before(call);
 		if (strcmp(line, "check\n") == 0)
 			printf("%s\n", verified());
 		else

@@ -11,6 +11,7 @@ mod communicators;
 mod deepbind;
 mod descriptors;
 mod differential;
+mod disturbed;
 mod guest;
 mod imports;
 mod job;

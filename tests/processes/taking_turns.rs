@@ -10,21 +10,21 @@ use std::thread;
 use std::time::Duration;
 
 /// Engines that together need three times the GPU.
-const ENGINES: [(&str, u32); 4] = [("a", 72), ("b", 72), ("c", 72), ("d", 72)];
+pub(crate) const ENGINES: [(&str, u32); 4] = [("a", 72), ("b", 72), ("c", 72), ("d", 72)];
 
 /// Programs that are busy all the time, and wait for a limited time only: beside those of another such test, a small machine does not get far.
-fn one_at_a_time() -> MutexGuard<'static, ()> {
+pub(crate) fn one_at_a_time() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn crowded() -> Machine {
+pub(crate) fn crowded() -> Machine {
     let mut machine = Machine::new();
     machine.memory = "104M";
     machine
 }
 
-fn sharing(machine: &Machine, name: &str, mib: u32, options: &[&str]) -> Command {
+pub(crate) fn sharing(machine: &Machine, name: &str, mib: u32, options: &[&str]) -> Command {
     let mut command = machine.cli(&["run", "--share", "--name", name, "--no-python"]);
     let (weights, seed) = ((mib - 8).to_string(), (u64::from(mib) + u64::from(name.as_bytes()[0])).to_string());
     command.args(options).arg("--").arg(programs().join("engine"));
@@ -32,7 +32,7 @@ fn sharing(machine: &Machine, name: &str, mib: u32, options: &[&str]) -> Command
     command
 }
 
-fn start_all(machine: &Machine) -> Vec<Program> {
+pub(crate) fn start_all(machine: &Machine) -> Vec<Program> {
     let mut all: Vec<_> = ENGINES.iter().map(|(name, mib)| Program::spawn(&mut sharing(machine, name, *mib, &[]))).collect();
     for engine in &mut all {
         engine.expect("ready");
@@ -40,7 +40,7 @@ fn start_all(machine: &Machine) -> Vec<Program> {
     all
 }
 
-fn view(machine: &Machine) -> Value {
+pub(crate) fn view(machine: &Machine) -> Value {
     machine.vramctl("share --json").expect(0, "", "").json()
 }
 
@@ -301,7 +301,7 @@ fn another_keeper_takes_over_from_a_scheduler_that_dies() {
     }
 }
 
-/// Members refuse what a scheduler asks for that was stopped, and continues when another one has taken over.
+/// Each run leaves one, and nothing of it stays.
 #[test]
 fn keepers_end_with_the_last_program_of_their_run() {
     let _alone = one_at_a_time();

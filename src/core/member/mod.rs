@@ -144,6 +144,8 @@ pub fn serve(epoch: u64, connection: &Connection, lines: &mut Lines<'_>) -> Resu
         let mut silent = Duration::ZERO;
         while its.connected.load(Ordering::SeqCst) == number && silent < SILENCE && !exit::is_ending() {
             match lines.next(LOOK_EVERY)? {
+                // Another one may have taken over meanwhile.
+                Line::Complete(_) if its.connected.load(Ordering::SeqCst) != number => break,
                 Line::Complete(line) => {
                     obey(&line)?;
                     silent = Duration::ZERO;
