@@ -9,6 +9,7 @@ use crate::table::Effect;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::time::Duration;
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::member::{self, room};
 use vramctl_core::memory::Memory;
@@ -191,6 +192,8 @@ impl Wait {
     /// What did not help so often never will.
     const TRIES: u32 = 10;
     const TRIES_OF_GUESS: u32 = 3;
+    /// The last one lasts for 15 s.
+    const FIRST_REST: Duration = Duration::from_millis(60);
 
     /// Makes an attempt. Also returns what it has lacked.
     fn attempt<R>(&self, attempt: &mut impl FnMut() -> R) -> (R, Option<Shortage>) {
@@ -201,7 +204,8 @@ impl Wait {
         (answer, LACKED.take())
     }
 
-    /// Waits until there is room; `false`: there will be none. A guess was too low if there has been room for it before.
+    /// Waits until there is room; `false`: there will be none. A guess was too low if there has been room for it before. What was granted in vain is on
+    /// its way, to this program or to another one, and is given longer each time: all tries take about as long as any request waits.
     fn wait_for(&mut self, lacked: Shortage) -> bool {
         let tries = if lacked.is_guess { Self::TRIES_OF_GUESS } else { Self::TRIES };
         if self.granted >= tries {
@@ -210,6 +214,9 @@ impl Wait {
         let bytes = (lacked.bytes as u64) << if lacked.is_guess { self.granted } else { 0 };
         self.granted += 1;
         if let Some(ticket) = self.tickets.get_mut(&lacked.device) {
+            if !lacked.is_guess {
+                ticket.rest(Self::FIRST_REST * (1 << (self.granted - 2)));
+            }
             return ticket.wait_for(bytes);
         }
         let Some(ticket) = room::Ticket::take(lacked.device, bytes) else { return false };

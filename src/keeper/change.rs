@@ -55,8 +55,10 @@ impl Ended {
     }
 }
 
-/// How long the copies of a change may take in all.
+/// How long the copies of a change may take in all: whoever comes waits for the room that others leave meanwhile.
 const COPIES_WITHIN: Duration = Duration::from_secs(120);
+/// How long whoever comes may wait for room that nobody has to leave. If it is not there by then, it was another's, and the scheduler thinks again.
+const ROOM_WITHIN: Duration = Duration::from_secs(5);
 
 impl Task {
     /// Names the processes of a change. `None`: some of them have ended.
@@ -81,7 +83,7 @@ impl Task {
     /// All that leave are one side of it: they are prepared together, and have one decision.
     fn swap(&self) -> Ended {
         // Where one is suspended, say, one goes before the other comes.
-        let plan = match Swap::plan(self.pause(&self.leaving), self.resume(&self.coming), &()) {
+        let plan = match Swap::plan(self.pause(&self.leaving), self.resume(&self.coming, COPIES_WITHIN), &()) {
             Ok(plan) => plan,
             // The host has no room for the contents of both, and they cannot pass each other: nor can one go first.
             Err(failure) if failure.is(Kind::HostMemory) => return Ended::failed(&failure),
@@ -126,24 +128,24 @@ impl Task {
     }
 
     fn bring(&self, pids: &[u32]) -> Result<(), CommandError> {
-        if pids.is_empty() { Ok(()) } else { run(self.resume(pids)) }
+        if pids.is_empty() { Ok(()) } else { run(self.resume(pids, ROOM_WITHIN)) }
     }
 
     fn pause(&self, parts: &[Part]) -> Operation {
         let how = HowToPause { hold: Hold::Within(self.drain), ..HowToPause::default() };
         let taken: BTreeMap<_, _> = parts.iter().flat_map(|part| part.taken.clone()).collect();
         let pids: Vec<_> = taken.keys().copied().collect();
-        self.operation(Verb::Pause, &pids, Scope::Amounts(taken), how)
+        self.operation(Verb::Pause, &pids, Scope::Amounts(taken), how, COPIES_WITHIN)
     }
 
-    fn resume(&self, pids: &[u32]) -> Operation {
+    fn resume(&self, pids: &[u32], room_within: Duration) -> Operation {
         let scope = Scope::Tags { words: Vec::new(), may_name: false, gpus: Vec::new() };
-        self.operation(Verb::Resume, pids, scope, HowToPause::default())
+        self.operation(Verb::Resume, pids, scope, HowToPause::default(), room_within)
     }
 
-    fn operation(&self, verb: Verb, pids: &[u32], scope: Scope, how: HowToPause) -> Operation {
+    fn operation(&self, verb: Verb, pids: &[u32], scope: Scope, how: HowToPause, within: Duration) -> Operation {
         let target = Target::of(pids.iter().map(|pid| Target::Pid(*pid)).collect()).unwrap_or(Target::Only);
-        Operation { scheduler: Some(self.epoch), ..Operation::new(verb, target, scope, Deadline::new(Some(COPIES_WITHIN)), how) }
+        Operation { scheduler: Some(self.epoch), ..Operation::new(verb, target, scope, Deadline::new(Some(within)), how) }
     }
 }
 

@@ -18,6 +18,8 @@ pub struct Member {
     pub program: ProgramId,
     /// What it said last.
     pub state: MemberState,
+    /// Whether somebody else than the scheduler holds it, as of the last look.
+    pub paused: bool,
     /// The connection.
     pub line: Line,
 }

@@ -136,8 +136,6 @@ impl Node {
                 self.step(Event::Ready);
             }
             match self.news.recv_timeout(self.patience(beat)) {
-                Ok(News::Deposed) => return Ok(()),
-                Ok(news) => self.hear(news),
                 Err(RecvTimeoutError::Timeout) => {
                     if self.somebody_waits() {
                         self.look_again();
@@ -147,7 +145,8 @@ impl Node {
                         self.step(Event::Timer);
                     }
                 }
-                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                Ok(News::Deposed) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                Ok(news) => self.hear(news),
             }
         }
     }
@@ -218,6 +217,7 @@ impl Node {
         let next_job = JobId(self.jobs.len() as u64);
         let job = status.process.job.clone().map(|job| *self.jobs.entry(job).or_insert(next_job));
         let memory = self.gpus.memory(pid, self.holdings.entry(pid).or_default(), self.peaks.entry(pid).or_default());
+        let paused = is_paused_by_others(&state, status);
         let partners = status.memory.borrowed.iter().filter_map(|open| self.members.get(&open.owner)).map(|owner| owner.program).collect();
         let report = Report {
             program,
@@ -227,7 +227,7 @@ impl Node {
             settings: settings(&state),
             memory,
             held: state.away,
-            paused: is_paused_by_others(&state, status),
+            paused,
             capturing: state.captures,
             activity: state.idle_ms.map_or(Activity::Busy, |idle| Activity::Idle(Duration::from_millis(idle))),
             called: state.calls_wait_ms.map(Duration::from_millis),
@@ -239,7 +239,7 @@ impl Node {
         let mut line = line;
         line.order(Order::Beat);
         line.order(Order::AskFirst { gpus: self.asks_first.iter().cloned().collect() });
-        self.members.insert(pid, Member { program, state, line });
+        self.members.insert(pid, Member { program, state, paused, line });
         self.learn_of_gpus();
         self.step(Event::Joined(Box::new(report)));
     }
@@ -305,10 +305,8 @@ impl Node {
                 self.step(Event::Asks { program, ask: asked.ask, room: asked.room });
             }
         }
-        if old.away != new.away
-            && let Some(status) = self.statuses.get(&pid)
-        {
-            self.step(Event::Paused(program, is_paused_by_others(new, status)));
+        if old.away != new.away {
+            self.learn_of_pauses(&[pid]);
         }
         if old.captures != new.captures {
             self.step(Event::Capturing(program, new.captures));
@@ -339,10 +337,26 @@ impl Node {
             .filter(|(_, member)| !moving.contains(&member.program))
             .map(|(pid, member)| (*pid, member.program))
             .collect();
+        self.learn_of_pauses(&at_rest.iter().map(|(pid, _)| *pid).collect::<Vec<_>>());
         for (pid, program) in at_rest {
             for (gpu, memory) in self.memory_of(pid) {
                 self.step(Event::Memory { program, gpu, memory });
             }
+        }
+    }
+
+    /// Who holds a member is no news of its own. A client may have gone since the last look: the scheduler before this one, for example.
+    fn learn_of_pauses(&mut self, pids: &[u32]) {
+        let mut news = Vec::new();
+        for pid in pids {
+            let (Some(member), Some(status)) = (self.members.get_mut(pid), self.statuses.get(pid)) else { continue };
+            let paused = is_paused_by_others(&member.state, status);
+            if std::mem::replace(&mut member.paused, paused) != paused {
+                news.push(Event::Paused(member.program, paused));
+            }
+        }
+        for event in news {
+            self.step(event);
         }
     }
 

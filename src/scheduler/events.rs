@@ -90,9 +90,16 @@ impl State {
         programs.filter(|(_, one)| job.is_some() && one.job == job).map(|(&id, _)| id).collect()
     }
 
-    /// Its memory is free, and its promises are void. Its change goes on, and tells when it ends.
+    /// Its memory is free, and its promises are void. Its change goes on, and tells when it ends: until then, what it was to give there is promised to
+    /// whoever comes, who may have it by now.
     fn leave(&mut self, program: ProgramId) {
         let Some(id) = self.gang_of.remove(&program) else { return };
+        for Underway { change, promised, .. } in self.changes.values_mut() {
+            let taken = change.leaving.iter().flat_map(|leave| &leave.taken).filter(|((of, _), _)| *of == program);
+            for ((_, gpu), holdings) in taken.filter(|_| self.gangs.contains_key(&change.cause.gang())) {
+                *promised.entry(*gpu).or_default() += holdings.bytes();
+            }
+        }
         let Some(gang) = self.gangs.get_mut(&id) else { return };
         gang.programs.remove(&program);
         if gang.programs.is_empty() {

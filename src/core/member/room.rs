@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::mem;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
+use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_config::Config;
 use vramctl_driver::{self as driver, CUdevice};
@@ -176,6 +177,14 @@ impl Ticket {
         }
         drop(queue);
         self.wait()
+    }
+
+    /// Waits for a while, unless the program ends. What is promised stays so.
+    pub fn rest(&self, longest: Duration) {
+        let end = Instant::now() + longest;
+        while !exit::is_ending() && Instant::now() < end {
+            thread::sleep(LOOK_EVERY.min(end.saturating_duration_since(Instant::now())));
+        }
     }
 
     /// Waits until the scheduler says that there is room. `false`: there will be none.

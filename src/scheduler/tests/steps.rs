@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 use vramctl_scheduler::{
-    Action, Activity, AskId, Class, Event, GpuId, Holdings, JobId, Memory, Policy, ProgramId, Report, Settings, State,
+    Action, Activity, AskId, Class, Event, GpuId, Holdings, JobId, Memory, Outcome, Policy, ProgramId, Report, Settings, State,
 };
 
 const GIB: u64 = 1 << 30;
@@ -53,6 +53,32 @@ fn nothing_stays_promised_to_the_dead() {
     assert!(!early.contains(&Action::Grant(ProgramId(2), AskId(0))), "it is promised: {early:?}");
     let freed = state.step(Duration::from_secs(3), Event::Left(ProgramId(1))).actions;
     assert!(freed.contains(&Action::Grant(ProgramId(2), AskId(0))), "{freed:?}");
+}
+
+/// A program dies while it leaves for another one: what it was to give is the other's, as long as the change has not ended.
+#[test]
+fn what_the_dead_were_to_give_is_promised_to_who_comes() {
+    let mut state = node();
+    let idle = Report { activity: Activity::Idle(Duration::from_secs(9)), ..program(1, 90, 0) };
+    for report in [idle, program(2, 0, 40), program(3, 5, 0)] {
+        state.step(Duration::ZERO, Event::Joined(Box::new(report)));
+    }
+    let mut comes = state.step(Duration::from_secs(1), Event::Called(ProgramId(2))).actions;
+    if !comes.iter().any(|action| matches!(action, Action::Change(_))) {
+        let idle = Activity::Idle(Duration::from_secs(9));
+        comes = state.step(Duration::from_secs(2), Event::Activity(ProgramId(1), idle)).actions;
+    }
+    let change = comes.iter().find_map(|action| if let Action::Change(change) = action { Some(change.clone()) } else { None });
+    let change = change.unwrap_or_else(|| panic!("{comes:?}"));
+    assert_eq!((&change.coming[..], change.leaving[0].programs[0]), (&[ProgramId(2)][..], ProgramId(1)), "{change:?}");
+    state.step(Duration::from_secs(2), Event::Left(ProgramId(1)));
+    let ask = Event::Asks { program: ProgramId(3), ask: AskId(0), room: [(GPU, 50 * GIB)].into() };
+    let early = state.step(Duration::from_secs(2), ask).actions;
+    assert!(!early.contains(&Action::Grant(ProgramId(3), AskId(0))), "it is promised: {early:?}");
+    let done =
+        Event::Done { change: change.id, outcome: Outcome::Changed, programs: vec![(ProgramId(2), program(2, 40, 0).memory, false)] };
+    let late = state.step(Duration::from_secs(3), done).actions;
+    assert!(late.contains(&Action::Grant(ProgramId(3), AskId(0))), "the rest is free: {late:?}");
 }
 
 /// Jobs that start at the same moment do not keep each other from their first memory: when one leaves, the next may begin.
