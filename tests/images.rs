@@ -128,6 +128,79 @@ fn what_is_damaged_or_incomplete_is_not_loaded() {
     refused("there is no image");
 }
 
+/// A disk that has gone bad since is named, with the file. Nothing is left of the program, and the image can be loaded once the disk is well.
+#[test]
+fn a_file_that_cannot_be_read_is_named() {
+    let Some(images) = Images::new() else { return };
+    let shim = common::built("read_fails.so", "read_fails.c", &common::SHARED);
+    let is_bad = images.machine.folder.path().join("bad");
+    let mut engine = images.machine.engine_with("engine", |command| {
+        in_own_session(without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1").env("LD_PRELOAD", &shim)));
+        command.env("READ_FAILS", ".pack").env("READ_FAILS_WHILE", &is_bad);
+    });
+    images.save("engine", "image").expect(0, "saved", "");
+    engine.ended();
+    let folder = PathBuf::from(images.image("image"));
+    let files = |folder: &Path| fs::read_dir(folder).unwrap().map(|file| file.unwrap().path()).collect::<Vec<_>>();
+    let mut all = files(&folder.join("criu"));
+    all.extend(files(&folder.join("../.store/packs")).into_iter().filter(|path| path.extension().is_some_and(|ending| ending == "index")));
+    all.extend([folder.join("contents"), folder.join("manifest.json"), folder.join("../.store/format")]);
+    assert!(all.len() > 8, "{all:?}");
+    let is_named = |ran: &Ran, file: &str| ran.text().contains(file) && ran.text().contains("Input/output error");
+    let store = folder.parent().unwrap().display().to_string();
+    for path in &all {
+        let file = path.file_name().unwrap().to_str().unwrap();
+        for words in [format!("load {} --name e", folder.display()), format!("images {store} verify image")] {
+            let mut command = images.cli(&words);
+            let ran = Ran::of(command.env("LD_PRELOAD", &shim).env("READ_FAILS", format!("/{file}")));
+            assert!(ran.code == Some(1) && is_named(&ran, file), "{ran:?}");
+        }
+    }
+    // The contents are read by the program itself.
+    fs::write(&is_bad, "").unwrap();
+    let ran = refuses_to_load(&images, &folder);
+    assert!(ran.code == Some(1) && is_named(&ran, "pack") && ran.err.contains("Nothing of the program is left"), "{ran:?}");
+    fs::remove_file(&is_bad).unwrap();
+    images.nothing_is_left("a read error");
+    let mut whole = images.load("image", "e");
+    whole.verify();
+    whole.end();
+}
+
+/// Files that were whole when a load began, and are not any more when they are used.
+#[test]
+fn a_file_that_shrinks_in_a_load_ends_it() {
+    let Some(images) = Images::new() else { return };
+    let mut engine = images.engine("engine");
+    images.save("engine", "image").expect(0, "saved", "");
+    engine.ended();
+    let folder = PathBuf::from(images.image("image"));
+    let with_ending = |folder: PathBuf, ending: &str| {
+        let mut files = fs::read_dir(folder).unwrap().map(|file| file.unwrap().path());
+        files.find(|path| path.to_str().unwrap().ends_with(ending)).unwrap()
+    };
+    let pack = with_ending(folder.join("../.store/packs"), ".pack");
+    let cases =
+        [("restore-before", folder.join("criu/files.img"), "CRIU could not bring the process back"), ("restore-after", pack, "is damaged")];
+    for (at, path, says) in cases {
+        let whole = fs::read(&path).unwrap();
+        let mut load = images.cli(&format!("load {} --name e --log /dev/null", folder.display()));
+        let (held, load) = images.holding(at, &mut load);
+        let mut load = load.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let _input = load.stdin.take();
+        held.is_reached();
+        fs::File::options().write(true).open(&path).unwrap().set_len(4096.min(whole.len() as u64 / 2)).unwrap();
+        held.go();
+        let ran = Ran::end_of(load).expect(1, "", says);
+        assert!(ran.err.contains("Nothing of the program is left"), "{path:?}: {ran:?}");
+        images.nothing_is_left(&format!("{path:?}"));
+        fs::write(&path, whole).unwrap();
+    }
+    let mut whole = images.load("image", "e");
+    whole.verify();
+    whole.end();
+}
+
 /// Each file is whole by itself, but it is another's.
 #[test]
 fn what_is_swapped_is_not_loaded() {
@@ -323,61 +396,6 @@ fn a_program_that_cannot_be_saved_goes_on() {
     assert!(!Path::new(&images.image("image")).exists());
 }
 
-/// Stands between vramctl and CRIU, and waits before or after CRIU runs.
-const HOLDER: &str = r#"#!/bin/sh
-wait_at() {
-    [ "$1" = "$HOLD" ] || return
-    : > "$PLACE.reached"
-    while ! [ -e "$PLACE.go" ]; do sleep 0.01; done
-}
-wait_at "$1-before"
-"$REAL" "$@"
-code=$?
-wait_at "$1-after"
-exit $code
-"#;
-
-/// Where a CRIU is held.
-struct Held {
-    place: PathBuf,
-}
-
-impl Held {
-    fn is_reached(&self) {
-        common::eventually("CRIU runs", || self.place.with_extension("reached").exists());
-    }
-
-    fn go(&self) {
-        fs::write(self.place.with_extension("go"), "").unwrap();
-    }
-}
-
-impl Images {
-    /// Has a command's CRIU wait: `dump-before`, `restore-after` and so on.
-    fn holding<'a>(&self, at: &str, command: &'a mut Command) -> (Held, &'a mut Command) {
-        let [script, place] = ["holder", at].map(|name| self.machine.folder.path().join(name));
-        fs::write(&script, HOLDER).unwrap();
-        fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
-        for ending in ["reached", "go"] {
-            let _ = fs::remove_file(place.with_extension(ending));
-        }
-        command.env("VRAMCTL_CRIU", script).env("REAL", self.criu).env("HOLD", at).env("PLACE", &place);
-        (Held { place }, command)
-    }
-
-    /// The processes that belong to this machine, beside this one.
-    fn processes(&self) -> Vec<u32> {
-        let folder = self.machine.folder.path().as_os_str().as_encoded_bytes();
-        let entries = fs::read_dir("/proc").unwrap().flatten();
-        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-        let belongs = |pid: &u32| {
-            let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-            environment.windows(folder.len()).any(|part| part == folder)
-        };
-        pids.filter(belongs).collect()
-    }
-}
-
 /// A save takes a while in which the program cannot be asked, and whoever saves may be killed. Commands say so, and wait for it.
 #[test]
 fn a_program_that_is_being_saved_is_known_and_waited_for() {
@@ -438,34 +456,22 @@ fn a_load_may_be_killed_at_any_step() {
         // Without input, the program would end by itself.
         (load.stdin.take(), load)
     };
-    let leaves_nothing = |about: &str| {
-        common::eventually(&format!("{about}: no process is left"), || images.processes().is_empty());
-        images.vramctl("ps").expect(0, "", "no process is managed");
-        let files = fs::read_dir(images.machine.sockets()).unwrap().flatten();
-        let files: Vec<_> = files.filter_map(|file| file.file_name().into_string().ok()).collect();
-        assert!(
-            !files.iter().any(|name| [".sock", ".loading", ".saving"].iter().any(|ending| name.ends_with(ending))),
-            "{about}: {files:?}"
-        );
-        // Nobody has the store.
-        let folder = images.machine.folder.path().join("images");
-        images.vramctl(&format!("images {} gc", folder.display())).expect(0, "freed 0 B", "");
-    };
-    for at in ["restore-before", "restore-after"] {
+    for (at, signal) in [("restore-before", libc::SIGKILL), ("restore-after", libc::SIGKILL), ("restore-after", libc::SIGINT)] {
         let mut command = load();
         let (held, command) = images.holding(at, &mut command);
         let (_input, mut load) = begin(command);
         held.is_reached();
-        load.kill().unwrap();
-        load.wait().unwrap();
-        leaves_nothing(at);
+        assert_eq!(unsafe { libc::kill(load.id() as i32, signal) }, 0);
+        let code = load.wait().unwrap().code();
+        assert_eq!(code, (signal != libc::SIGKILL).then_some(128 + signal));
+        images.nothing_is_left(at);
     }
     for call in ["Restore", "Unlock"] {
         for moment in ["before", "after"] {
             let fault = format!("cuCheckpointProcess{call}:1:kill-{moment}");
             let (_input, mut load) = begin(load().env("SIMGPU_FAIL", &fault));
             assert_eq!(load.wait().unwrap().code(), None, "{fault}: the command was not killed");
-            leaves_nothing(&fault);
+            images.nothing_is_left(&fault);
         }
     }
     for round in 1..10 {
@@ -477,43 +483,11 @@ fn a_load_may_be_killed_at_any_step() {
             // It runs, or is about to end.
             images.vramctl("stop e");
         }
-        leaves_nothing(&format!("{} ms", round * 30));
+        images.nothing_is_left(&format!("{} ms", round * 30));
     }
     let mut whole = images.load("image", "e");
     whole.verify();
     whole.end();
-}
-
-/// Stands between vramctl and CRIU, and kills somebody before or after a dump: the command, CRIU, or the program.
-const KILLER: &str = r#"#!/bin/sh
-strike() {
-    case "$1" in
-    dump-"$MOMENT"-command) kill -9 "$PPID" ;;
-    dump-"$MOMENT"-criu) kill -9 $$ ;;
-    dump-"$MOMENT"-program) kill -9 "$PROGRAM" ;;
-    esac
-}
-[ "$MOMENT" = before ] && strike "$1-before-$VICTIM"
-"$REAL" "$@"
-code=$?
-[ "$MOMENT" = after ] && strike "$1-after-$VICTIM"
-exit $code
-"#;
-
-impl Images {
-    /// A save in which somebody is killed before or after CRIU's dump.
-    fn save_killing(&self, moment: &str, victim: &str, program: u32) -> Ran {
-        let killer = self.machine.folder.path().join("killer");
-        fs::write(&killer, KILLER).unwrap();
-        fs::set_permissions(&killer, fs::Permissions::from_mode(0o755)).unwrap();
-        let mut command = self.cli(&format!("save engine {}", self.image("image")));
-        command.env("VRAMCTL_CRIU", killer).env("REAL", self.criu).env("MOMENT", moment).env("VICTIM", victim);
-        Ran::of(command.env("PROGRAM", program.to_string()))
-    }
-
-    fn has_image(&self) -> bool {
-        Path::new(&self.image("image")).join("manifest.json").exists()
-    }
 }
 
 #[test]
@@ -536,7 +510,8 @@ fn a_command_may_be_killed_at_any_step() {
         }
     }
     for moment in ["before", "after"] {
-        comes_back(&images.save_killing(moment, "command", 0), moment);
+        let mut save = images.cli(&format!("save engine {}", images.image("image")));
+        comes_back(&Ran::of(images.killing(&format!("dump-{moment}"), "command", &mut save)), moment);
     }
     // What has been left is in nobody's way.
     images.save("engine", "image").expect(0, "saved", "");
@@ -571,13 +546,17 @@ fn a_command_may_be_killed_at_any_time() {
 fn criu_may_fail_and_the_program_may_end_before_and_after_a_dump() {
     let Some(images) = Images::new() else { return };
     let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
+    let save = |moment: &str, victim: &str| {
+        let mut save = images.cli(&format!("save engine {}", images.image("image")));
+        Ran::of(images.killing(&format!("dump-{moment}"), victim, &mut save))
+    };
     for (token, moment) in (1..).zip(["before", "after"]) {
-        images.save_killing(moment, "criu", 0).expect(1, "", "The program goes on");
+        save(moment, "criu").expect(1, "", "The program goes on");
         assert!(!images.has_image());
         is_well(&mut engine, &mut plain, token);
     }
     for moment in ["before", "after"] {
-        let saved = images.save_killing(moment, "program", engine.pid());
+        let saved = save(moment, &engine.pid().to_string());
         engine.ended();
         assert_eq!(saved.code == Some(0), images.has_image(), "{saved:?}");
         if images.has_image() {

@@ -64,7 +64,10 @@ def fork():
     """A forked child, with which this process shares memory and two pipes."""
     shared = mmap.mmap(-1, 4096)
     here, there = os.pipe(), os.pipe()
-    if os.fork() == 0:
+    kept["child"] = os.fork()
+    if kept["child"] == 0:
+        # It ends when its parent has.
+        os.close(here[1])
         while os.read(here[0], 1):
             shared[0] += 1
             os.write(there[1], b".")
@@ -313,6 +316,125 @@ fn a_command_may_be_killed_at_any_time() {
     program.end();
 }
 
+/// What kinds there are, with the expression that is each one's id.
+const MEMBERS: [(&str, &str); 5] = [
+    ("first", "os.getpid()"),
+    ("engine", "children['engine'].pid"),
+    ("monitor", "children['monitor'].pid"),
+    ("helper", "children['helper'].pid"),
+    ("fork", "helper kept['child']"),
+];
+
+/// All of the five work that do not need what has ended.
+#[track_caller]
+fn others_work(program: &mut Program, memory: u64, dead: &str) {
+    says(program, "devices()", "2");
+    if dead != "engine" {
+        says(program, &format!("engine read({memory}, {})", 24 * MIB), "[7]");
+        says(program, "engine link.recv(6)", "b'before'");
+        says(program, "kept['link'].send(b'before')", "6");
+    }
+    if dead != "monitor" {
+        says(program, "monitor cards()", "2");
+    }
+    match dead {
+        "helper" => (),
+        "fork" => says(program, "helper 1 + 1", "2"),
+        _ => says(program, "helper kept['step']()", "2"),
+    }
+}
+
+/// What is killed is the program's loss; what is left of it goes on, and an image is whole or is not there.
+#[test]
+fn any_process_may_be_killed_before_and_after_a_dump() {
+    let Some(images) = Images::on(machine) else { return };
+    let cases = [
+        ("dump-before", "", &["first", "engine", "monitor", "helper", "fork"][..]),
+        ("dump-after", "", &["first", "engine", "helper"][..]),
+        ("dump-after", " --keep", &["engine"][..]),
+    ];
+    for (at, keeps, victims) in cases {
+        for (victim, id) in MEMBERS.into_iter().filter(|(victim, _)| victims.contains(victim)) {
+            let about = format!("{victim} {at}{keeps}");
+            let (mut program, memory) = start_five(&images);
+            let pid = program.ask(id);
+            let mut save = images.cli(&format!("save server {}{keeps}", images.image("image")));
+            let saved = Ran::of(images.killing(at, &pid, &mut save));
+            assert_eq!(saved.code == Some(0), images.has_image(), "{about}: {saved:?}");
+            // Without the first, there is no program; without the engine, no server.
+            let is_lost = victim == "first" || victim == "engine" && at == "dump-before";
+            assert_eq!(saved.code != Some(0), is_lost, "{about}: {saved:?}");
+            if victim == "first" {
+                assert!(saved.err.contains("The program has ended"), "{about}: {saved:?}");
+            } else if is_lost || !keeps.is_empty() {
+                others_work(&mut program, memory, victim);
+                program.kill();
+            }
+            images.nothing_is_left(&about);
+            if images.has_image() {
+                let mut loaded = images.load("image", "loaded");
+                // A process that came of it is another's by then, so CRIU has run again.
+                let was_there = at == "dump-after" && victim != "helper";
+                others_work(&mut loaded, memory, if was_there { "" } else { victim });
+                loaded.end();
+                let folder = images.machine.folder.path().join("images");
+                images.vramctl(&format!("images {} rm image", folder.display())).expect(0, "removed", "");
+            }
+        }
+    }
+}
+
+/// A load ends with nothing left, or the program runs without what was killed.
+#[test]
+fn any_process_and_criu_may_be_killed_in_a_load() {
+    let Some(images) = Images::on(machine) else { return };
+    let (mut program, memory) = start_five(&images);
+    let ids: Vec<_> = MEMBERS.iter().map(|(victim, id)| (*victim, program.ask(id))).collect();
+    images.save("server", "image").expect(0, "5 processes", "");
+    program.ended();
+    let load = || images.cli(&format!("load {} --name e --log /dev/null", images.image("image")));
+    let fails = |at: &str, victim: &str| {
+        let mut command = load();
+        let load = images.killing(at, victim, &mut command).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut load = load.spawn().unwrap();
+        // Without input, the program would end by itself.
+        let _input = load.stdin.take();
+        let ran = Ran::end_of(load);
+        images.nothing_is_left(&format!("{victim} {at}: {ran:?}"));
+        ran
+    };
+    for at in ["restore-before", "restore-after"] {
+        fails(at, "criu").expect(1, "", "CRIU could not bring the process back");
+    }
+    for after in ["0.02", "0.05", "0.1"] {
+        // It may have done all by then.
+        let mut command = images.cli(&format!("load {} --name e", images.image("image")));
+        let mut loaded = Program::spawn(images.killing("restore-during", after, &mut command));
+        if loaded.ask_if_alive("devices()").is_some() {
+            others_work(&mut loaded, memory, "");
+            loaded.end();
+        }
+        images.nothing_is_left(after);
+    }
+    for (victim, id) in ids {
+        match victim {
+            "first" => {
+                let failed = fails("restore-after", &id);
+                // Whichever process is missed first.
+                assert!(failed.code != Some(0) && failed.err.contains("has ended"), "{failed:?}");
+            }
+            "engine" => _ = fails("restore-after", &id).expect(3, "", "has ended meanwhile"),
+            _ => {
+                let mut command = images.cli(&format!("load {} --name e", images.image("image")));
+                let mut loaded = Program::spawn(images.killing("restore-after", &id, &mut command));
+                others_work(&mut loaded, memory, victim);
+                loaded.end();
+                images.nothing_is_left(victim);
+            }
+        }
+    }
+}
+
 /// The first of several free ports, one after the other.
 fn free_ports(count: u16) -> u16 {
     let bind = |port: u16| TcpListener::bind(("127.0.0.1", port));
@@ -322,6 +444,51 @@ fn free_ports(count: u16) -> u16 {
             return first;
         }
     }
+}
+
+/// All copies go on, or none is left: one that finds its port taken, one that is killed, and the command itself.
+#[test]
+fn copies_are_loaded_together_or_not_at_all() {
+    let Some(images) = Images::on(machine) else { return };
+    let (mut program, _) = start_five(&images);
+    let port = program.number("keep('server', socket.create_server(('127.0.0.1', 0))) and kept['server'].getsockname()[1]");
+    says(&mut program, "serve(kept['server'])", "None");
+    images.save("server", "image").expect(0, "5 processes", "");
+    program.ended();
+    let first = free_ports(2);
+    let load = format!("load {} --name copy --copies 2 --port {port}={first} --quiet", images.image("image"));
+    let taken = TcpListener::bind(("127.0.0.1", first + 1)).unwrap();
+    for more in ["", " --detach"] {
+        let failed = images.vramctl(&format!("{load}{more}")).expect(1, "", "copy-2 cannot be loaded; no copy is left");
+        assert!(failed.err.contains(&format!("cannot listen at 127.0.0.1:{}", first + 1)), "{failed:?}");
+        images.nothing_is_left(more);
+    }
+    drop(taken);
+    // While they are being loaded, the command ends by a signal as any other.
+    let mut command = images.cli(&load);
+    let (held, command) = images.holding("restore-after", &mut command);
+    let mut ended = Program::spawn(command);
+    held.is_reached();
+    ended.signal(libc::SIGTERM);
+    assert_eq!(ended.ended().code(), Some(128 + libc::SIGTERM));
+    images.nothing_is_left("a signal");
+    // Later, each is a program of its own.
+    let mut copies = Program::spawn(&mut images.cli(&load));
+    let served = |number: u16| {
+        let mut lines = BufReader::new(common::patiently(|| TcpStream::connect(("127.0.0.1", first + number))).expect("a port"));
+        writeln!(lines.get_mut(), "devices()").unwrap();
+        let mut answer = String::new();
+        lines.read_line(&mut answer).unwrap();
+        answer
+    };
+    assert_eq!([served(0), served(1)], ["2\n", "2\n"]);
+    let pid = images.vramctl("status copy-1 --json").expect(0, "", "").json()["processes"][0]["pid"].as_i64().unwrap();
+    assert_eq!(unsafe { libc::kill(pid as i32, libc::SIGKILL) }, 0);
+    images.vramctl("status copy-2").expect(0, "", "");
+    assert_eq!(served(1), "2\n");
+    copies.signal(libc::SIGTERM);
+    copies.ended();
+    images.nothing_is_left("copies");
 }
 
 #[test]

@@ -112,6 +112,12 @@ pub fn inherit(command: &mut Command, files: &[RawFd]) {
     unsafe { command.pre_exec(keep) };
 }
 
+/// Has a descriptor that was inherited go no further.
+pub fn keep_to_itself(file: RawFd) -> io::Result<()> {
+    // SAFETY: touches no memory.
+    if unsafe { libc::fcntl(file, libc::F_SETFD, libc::FD_CLOEXEC) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
 fn number(version: &str) -> Option<(u32, u32)> {
     let mut parts = version.split(['.', '-']);
     Some((parts.next()?.parse().ok()?, parts.next().unwrap_or("0").parse().ok()?))

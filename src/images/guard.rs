@@ -2,7 +2,7 @@
 
 use crate::bare::Bare;
 use crate::repair;
-use crate::tree::Tree;
+use crate::tree;
 use std::collections::BTreeSet;
 use std::env;
 use std::io::{self, Write};
@@ -32,9 +32,10 @@ impl Guard {
         Ok(Self { child, tell })
     }
 
-    /// From now on, this process and all that came of it are continued if this command dies and whoever else has [`held_open`](Self::held_open).
-    pub fn watch(&mut self, root: u32) -> io::Result<()> {
-        writeln!(self.tell, "{STOPS} {root}")
+    /// From now on, these processes and all that came of them are continued if this command dies and whoever else has
+    /// [`held_open`](Self::held_open).
+    pub fn watch(&mut self, pids: &[u32]) -> io::Result<()> {
+        pids.iter().try_for_each(|pid| writeln!(self.tell, "{STOPS} {pid}"))
     }
 
     /// From now on, the driver restores and unlocks this process then, which no `vramctl resume` reaches.
@@ -58,15 +59,15 @@ impl Drop for Guard {
 
 /// What the process does: reads whom to continue, and does so when nobody can tell it any more.
 pub fn run() {
-    let (mut roots, mut bare) = (BTreeSet::new(), BTreeSet::new());
+    let (mut stopped, mut bare) = (BTreeSet::new(), BTreeSet::new());
     for line in io::stdin().lines().map_while(Result::ok) {
         match line.split_once(' ').and_then(|(word, pid)| Some((word, pid.parse::<u32>().ok()?))) {
-            Some((STOPS, pid)) => _ = roots.insert(pid),
+            Some((STOPS, pid)) => _ = stopped.insert(pid),
             Some((LOCKS, pid)) => _ = bare.insert(pid),
             _ => (),
         }
     }
-    roots.into_iter().for_each(go_on);
+    go_on(&stopped.into_iter().collect::<Vec<_>>());
     if bare.is_empty() {
         return;
     }
@@ -77,9 +78,9 @@ pub fn run() {
     }
 }
 
-/// Continues a process and all that came of it.
-pub fn go_on(root: u32) {
-    let pids = Tree::of(root, &BTreeSet::new()).pids();
+/// Continues processes and all that came of them. Those whose parent has ended are nobody's descendants any more, so each is named.
+pub fn go_on(known: &[u32]) {
+    let pids = tree::with_descendants(known);
     pids.iter().copied().for_each(repair::end);
     for pid in pids {
         // SAFETY: touches no memory.

@@ -68,6 +68,41 @@ pub fn hold_signals() {
     unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &waited_for(), ptr::null_mut()) };
 }
 
+/// A pipe: the end to read, and the end to write.
+pub(crate) fn pipe() -> io::Result<(File, File)> {
+    let mut ends = [0; 2];
+    // SAFETY: two numbers, writable.
+    if unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: just opened, and nobody else's.
+    let [read, write] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
+    Ok((read.into(), write.into()))
+}
+
+/// A file from which the signals can be read that end a load. They must be blocked.
+pub(crate) fn ends() -> io::Result<File> {
+    // SAFETY: plain data, and writable.
+    let number = unsafe {
+        let mut set = mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT] {
+            libc::sigaddset(&raw mut set, signal);
+        }
+        libc::signalfd(-1, ptr::from_ref(&set), libc::SFD_CLOEXEC)
+    };
+    // SAFETY: just opened, and nobody else's.
+    if number < 0 { Err(io::Error::last_os_error()) } else { Ok(unsafe { OwnedFd::from_raw_fd(number) }.into()) }
+}
+
+/// The next signal that such a file has.
+pub(crate) fn next_signal(signals: &mut File) -> io::Result<libc::c_int> {
+    let mut one = [0; mem::size_of::<libc::signalfd_siginfo>()];
+    signals.read_exact(&mut one)?;
+    // Its first field.
+    Ok(u32::from_ne_bytes([one[0], one[1], one[2], one[3]]).cast_signed())
+}
+
 /// Waits for the end of a child, and passes signals on to it meanwhile. Returns its exit code. Reaps whatever else ends.
 pub(crate) fn wait_for(child: libc::pid_t) -> i32 {
     loop {
@@ -91,31 +126,6 @@ pub(crate) fn wait_for(child: libc::pid_t) -> i32 {
             unsafe { libc::kill(child, signal) };
         }
     }
-}
-
-/// Waits for the ends of all these children, and passes signals on to them meanwhile. Returns the first exit code that tells of a failure.
-pub fn wait_for_all(mut children: Vec<libc::pid_t>) -> i32 {
-    let mut code = 0;
-    while !children.is_empty() {
-        let mut status = 0;
-        // SAFETY: writable; touches nothing else.
-        let ended = unsafe { libc::waitpid(-1, &raw mut status, libc::WNOHANG) };
-        if ended > 0 {
-            children.retain(|child| *child != ended);
-            let its = if libc::WIFEXITED(status) { libc::WEXITSTATUS(status) } else { 128 + libc::WTERMSIG(status) };
-            code = if code == 0 { its } else { code };
-            continue;
-        }
-        let mut signal = 0;
-        // SAFETY: an initialised set, and a writable number.
-        if unsafe { libc::sigwait(&waited_for(), &raw mut signal) } == 0 && signal != libc::SIGCHLD {
-            for child in &children {
-                // SAFETY: touches no memory.
-                unsafe { libc::kill(*child, signal) };
-            }
-        }
-    }
-    code
 }
 
 /// Does it. Returns the program's exit code.

@@ -4,6 +4,7 @@
 //! driver's checkpoint leaves the rest in the process. [`Save`] and [`Load`] have the steps.
 
 mod bare;
+mod copies;
 mod criu;
 mod details;
 pub mod guard;
@@ -19,6 +20,7 @@ mod save;
 mod surroundings;
 mod tree;
 
+pub use copies::{Agreement, Copies, Copy, NoCopies};
 pub use criu::Criu;
 pub use details::failed as store_failure;
 pub use load::{Load, Loaded, Streams, name_of};

@@ -4,6 +4,7 @@
 //! several times at once, and on another day.
 
 use crate::bare::Bare;
+use crate::copies::Agreement;
 use crate::criu::Criu;
 use crate::details::{Details, failed, refused, split};
 use crate::init::{self, Report, Task};
@@ -15,10 +16,11 @@ use crate::tree::{Kind, Tree};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{self, Child, Command, Stdio};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use std::{env, io};
 use vramctl_config::socket_directory;
@@ -29,7 +31,7 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::HowToPause;
 use vramctl_coordinator::plan::STAY_SUSPENDED;
 use vramctl_coordinator::processes::Target;
-use vramctl_coordinator::{Consent, Operation, Plan, Reporter, Scope};
+use vramctl_coordinator::{Consent, Operation, Plan, Reporter, Scope, proc};
 use vramctl_driver as driver;
 use vramctl_model::{Verb, checked_name};
 use vramctl_store::{Caller, Image, Listed, Manifest, Process, Store};
@@ -46,6 +48,8 @@ pub struct Load {
     streams: Streams,
     /// Of a network of its own. `None`: it has this command's.
     ports: Option<Vec<Port>>,
+    /// With other copies.
+    agreement: Option<Agreement>,
     timeout: Option<Duration>,
 }
 
@@ -104,7 +108,7 @@ impl Load {
             );
             return Err(CommandError::new(Exit::Failed, text));
         }
-        let load = Self { store, image, details, name, streams, ports: None, timeout };
+        let load = Self { store, image, details, name, streams, ports: None, agreement: None, timeout };
         load.check_gpus(reporter)?;
         Ok(load)
     }
@@ -113,6 +117,12 @@ impl Load {
     #[must_use]
     pub fn with_own_network(self, ports: Vec<Port>) -> Self {
         Self { ports: Some(ports), ..self }
+    }
+
+    /// It goes on once the others do.
+    #[must_use]
+    pub fn with_agreement(self, agreement: Option<Agreement>) -> Self {
+        Self { agreement, ..self }
     }
 
     fn check_gpus(&self, reporter: &dyn Reporter) -> Result<(), CommandError> {
@@ -139,11 +149,15 @@ impl Load {
         let mut stages = Vec::new();
         let begun = Instant::now();
         let (mut first, mut report, mut decision) = self.start()?;
+        let interruptible = Interruptible::begin().map_err(refused("watch", Path::new("signals")))?;
         let mut text = Vec::new();
         let _ = report.read_to_end(&mut text);
         stages.push(("restore", begun.elapsed()));
         let begun = Instant::now();
         let brought = self.bring_back(&text, &first, reporter);
+        let brought = brought.and_then(|pid| self.agreement.map_or(Ok(()), Agreement::reach).map(|()| pid));
+        // From now on, signals are the program's.
+        drop(interruptible);
         if brought.is_ok() {
             // If nobody reads it, the program has ended by itself meanwhile.
             let _ = decision.write_all(&[1]);
@@ -170,7 +184,8 @@ impl Load {
     /// Starts the first process of the namespaces. It reports through the first file, and ends if the second is closed before anything is written to it.
     fn start(&self) -> Result<(Child, File, File), CommandError> {
         let cannot = |error: io::Error| CommandError::new(Exit::Failed, format!("cannot start the program's namespace: {error}"));
-        let [(report, reports), (decision, decides)] = [pipe().map_err(cannot)?, pipe().map_err(cannot)?];
+        self.agreement.map_or(Ok(()), Agreement::keep_to_itself).map_err(cannot)?;
+        let [(report, reports), (decision, decides)] = [init::pipe().map_err(cannot)?, init::pipe().map_err(cannot)?];
         let directory = self.store.images_path().to_owned();
         let listen = |port: &Port| {
             let listener =
@@ -209,14 +224,19 @@ impl Load {
         if let Some(failure) = failure {
             return Err(CommandError::new(Exit::Failed, failure));
         }
-        let back = self.processes(first.id()).ok_or_else(ended)?;
+        let back = self.processes(first.id())?;
         let of_kind = |kinds: &[Kind]| {
             let is_meant = |(process, _): &&(&Process, u32)| kinds.iter().any(|kind| process.kind == kind.to_string());
             back.iter().filter(is_meant).copied().collect::<Vec<_>>()
         };
         let of_library = of_kind(&[Kind::Library]);
         let listens = |pid: u32| matches!(Directory::open(), Ok(Some(directory)) if directory.connect(pid).is_ok());
-        if !wait_until(SOCKET_WITHIN, || of_library.iter().all(|(_, pid)| listens(*pid))) {
+        let ended_one = || of_library.iter().find(|(_, pid)| proc::has_ended(pid));
+        let are_there = wait_until(SOCKET_WITHIN, || ended_one().is_some() || of_library.iter().all(|(_, pid)| listens(*pid)));
+        if let Some((process, _)) = ended_one() {
+            return Err(has_ended(process));
+        }
+        if !are_there {
             return Err(CommandError::new(Exit::Failed, "the library in the program does not open its socket"));
         }
         for (process, pid) in &of_library {
@@ -232,11 +252,17 @@ impl Load {
         CommandError::original(failures.cloned()).map_or(Ok(root), Err)
     }
 
-    /// The processes of the image, each with its id as seen from here. `first`: that of their namespace. `None` if one is not there.
-    fn processes(&self, first: u32) -> Option<Vec<(&Process, u32)>> {
+    /// The processes of the image, each with its id as seen from here. `first`: that of their namespace. One without memory of the library's may have
+    /// ended meanwhile, as it may a moment later.
+    fn processes(&self, first: u32) -> Result<Vec<(&Process, u32)>, CommandError> {
         let there: BTreeMap<_, _> =
             Tree::of(first, &BTreeSet::new()).pids().into_iter().filter_map(|pid| Some((pid_there(pid)?, pid))).collect();
-        self.image.manifest().processes.iter().map(|process| Some((process, *there.get(&process.pid)?))).collect()
+        let all = &self.image.manifest().processes;
+        let is_needed = |process: &Process| process.parent == 0 || process.kind == Kind::Library.to_string();
+        if let Some(missing) = all.iter().find(|process| is_needed(process) && !there.contains_key(&process.pid)) {
+            return Err(has_ended(missing));
+        }
+        Ok(all.iter().filter_map(|process| Some((process, *there.get(&process.pid)?))).collect())
     }
 
     /// Gives the library in a process the files by which it reads its contents.
@@ -250,6 +276,45 @@ impl Load {
         let directory = Directory::open().ok().flatten().ok_or_else(gone)?;
         send_origin(&mut Client::connect(&directory, pid)?, image_name(&self.store, self.image.name())?, &source, &pieces)
     }
+}
+
+/// While this is, a signal that ends programs ends this command. As it has not decided yet, nothing is left of the program then.
+struct Interruptible {
+    stop: Option<File>,
+    watch: Option<JoinHandle<()>>,
+}
+
+impl Interruptible {
+    /// [`init::hold_signals`] must have been called.
+    fn begin() -> io::Result<Self> {
+        let mut signals = init::ends()?;
+        let (stopped, stop) = init::pipe()?;
+        let watch = move || {
+            let mut files = [&signals, &stopped].map(|file| libc::pollfd { fd: file.as_raw_fd(), events: libc::POLLIN, revents: 0 });
+            // SAFETY: two structures, writable.
+            while unsafe { libc::poll(files.as_mut_ptr(), 2, -1) } < 0 {}
+            if files[1].revents == 0
+                && let Ok(signal) = init::next_signal(&mut signals)
+            {
+                eprintln!("interrupted: nothing of the program is left");
+                process::exit(128 + signal);
+            }
+        };
+        Ok(Self { stop: Some(stop), watch: Some(thread::Builder::new().spawn(watch)?) })
+    }
+}
+
+impl Drop for Interruptible {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        // It ends at once.
+        let _ = self.watch.take().map(JoinHandle::join);
+    }
+}
+
+fn has_ended(process: &Process) -> CommandError {
+    let name = if process.name.is_empty() { String::new() } else { format!("{}, ", process.name) };
+    CommandError::new(Exit::NoProcess, format!("a process of the program has ended meanwhile ({name}there {})", process.pid))
 }
 
 /// The name of the program of an image.
@@ -274,18 +339,6 @@ fn check_surroundings(manifest: &Manifest) -> Result<(), CommandError> {
     let more = changes.len().checked_sub(MOST_NAMED).filter(|more| *more > 0).map_or_else(String::new, |more| format!(", and {more} more"));
     let named = changes.iter().take(MOST_NAMED).cloned().collect::<Vec<_>>().join(", ");
     refused(format!("files that it has open or loaded have changed since it was saved: {named}{more}; put them back, or save it anew"))
-}
-
-/// A pipe: the end to read, and the end to write.
-fn pipe() -> io::Result<(File, File)> {
-    let mut ends = [0; 2];
-    // SAFETY: two numbers, writable.
-    if unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: just opened, and nobody else's.
-    let [read, write] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
-    Ok((read.into(), write.into()))
 }
 
 impl Loaded {

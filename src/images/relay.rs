@@ -1,5 +1,6 @@
 //! Ports of a program that has a network of its own: whoever connects to one outside is connected to the program's.
 
+use crate::criu::keep_to_itself;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
@@ -47,10 +48,7 @@ impl Port {
 pub fn start(listener: RawFd, port: u16) -> io::Result<()> {
     // SAFETY: opened for this process alone.
     let listener = unsafe { TcpListener::from_raw_fd(listener) };
-    // SAFETY: touches no memory.
-    if unsafe { libc::fcntl(listener.as_raw_fd(), libc::F_SETFD, libc::FD_CLOEXEC) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    keep_to_itself(listener.as_raw_fd())?;
     thread::Builder::new().name("relay".into()).spawn(move || accept(&listener, port)).map(drop)
 }
 

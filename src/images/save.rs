@@ -35,11 +35,11 @@ use vramctl_control::address::Address;
 use vramctl_control::client::Client;
 use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::ImageName;
-use vramctl_coordinator::checkpoint::{self, Checkpoint};
+use vramctl_coordinator::checkpoint::{self, Checkpoint, Member};
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Target};
-use vramctl_coordinator::{Operation, Reporter};
+use vramctl_coordinator::{Operation, Reporter, proc};
 use vramctl_driver::{self as driver, checkpoint::GpuMap};
 use vramctl_model::{Bytes, GpuUse, PauseRequest};
 use vramctl_store::{
@@ -140,7 +140,8 @@ impl Save {
         let guard = Guard::start().map_err(|error| cannot(&format!("no child can be started: {error}")))?;
         let store = Store::create(&self.images).map_err(failed)?;
         let saving = store.save(&self.name).map_err(failed)?;
-        let parts = self.checkpoint.members.iter().map(|member| Part::new(member.pid.cast_unsigned(), member.process.pid)).collect();
+        let part = |member: &Member| Part::new(member.pid.cast_unsigned(), member.process.pid);
+        let parts = self.checkpoint.members.iter().map(part).collect::<Result<_, _>>()?;
         let mut run = Run {
             save: &mut self,
             store,
@@ -158,6 +159,8 @@ impl Save {
             Err(failure) => {
                 // What is of the image goes with `run`, unless the program still needs it.
                 Err(match run.undo(reporter) {
+                    // Then all that came of it ends, too, or is no program.
+                    _ if proc::has_ended(run.root()) => failure.adding(". The program has ended"),
                     Ok(()) => failure.adding(". The program goes on"),
                     Err(second) => failure.adding(&format!("; {second}. `vramctl resume` tries again")),
                 })
@@ -196,6 +199,8 @@ struct Part {
     pid: u32,
     /// As commands name it.
     known_as: u32,
+    /// As the program names it.
+    there: u32,
     /// The files that have its contents.
     packs: Vec<PackId>,
     /// What keeps it from listening.
@@ -203,8 +208,12 @@ struct Part {
 }
 
 impl Part {
-    fn new(pid: u32, known_as: u32) -> Self {
-        Self { pid, known_as, packs: Vec::new(), away: None }
+    fn new(pid: u32, known_as: u32) -> Result<Self, CommandError> {
+        Ok(Self { pid, known_as, there: pid_there(pid)?, packs: Vec::new(), away: None })
+    }
+
+    fn has_ended(&self) -> bool {
+        proc::has_ended(self.pid)
     }
 }
 
@@ -247,7 +256,7 @@ impl Run<'_> {
     }
 
     fn save(&mut self, reporter: &dyn Reporter) -> Result<Saved, CommandError> {
-        self.guard.watch(self.root()).map_err(not_watched)?;
+        self.guard.watch(&[self.root()]).map_err(not_watched)?;
         self.is_paused = true;
         let request = self.save.request.clone();
         self.timed("pause", |run| run.save.checkpoint.pause(&request, None, reporter).map(drop))?;
@@ -293,7 +302,7 @@ impl Run<'_> {
             file.rewind().map_err(refused("read", list))?;
             let described: (Vec<Contents>, Vec<PackId>) =
                 serde_json::from_reader(&file).map_err(|error| refused("read", list)(error.into()))?;
-            let process = pid_there(part.pid)?;
+            let process = part.there;
             self.contents
                 .extend(described.0.into_iter().map(|contents| Contents { of: Allocation { process, ..contents.of }, ..contents }));
             self.parts[place].packs = described.1;
@@ -379,8 +388,13 @@ impl Run<'_> {
         for _ in 0..TRIES {
             self.save.tree = self.tree_now();
             let look = self.look()?;
+            self.guard.watch(&self.save.tree.pids()).map_err(not_watched)?;
             self.is_stopped = true;
             self.dump_to(&images, &look)?;
+            // CRIU has written no memory of one that had ended before.
+            if let Some(part) = self.parts.iter().find(|part| !images.join(format!("mm-{}.img", part.there)).exists()) {
+                return Err(CommandError::new(Exit::NoProcess, format!("{} has ended meanwhile", tree::named(part.pid))));
+            }
             // All are stopped, so this is what CRIU has seen, too.
             let has_file = self.parts.iter().any(|part| part.away.as_ref().is_some_and(|away| look::has_file(part.pid, away.name())));
             if !has_file && self.tree_now() == self.save.tree {
@@ -545,7 +559,7 @@ impl Run<'_> {
     }
 
     fn go_on(&mut self) {
-        guard::go_on(self.root());
+        guard::go_on(&self.save.tree.pids());
         self.is_stopped = false;
     }
 
@@ -555,28 +569,37 @@ impl Run<'_> {
             self.go_on();
         }
         self.parts.iter_mut().filter_map(|part| part.away.as_mut()).for_each(Marked::let_go);
+        self.leave_out_ended();
         if self.is_off {
             // As far as that goes, whatever becomes of the others.
             let freed = self.bare().free();
             let directory = self.save.directory.clone();
-            let are_there = || self.parts.iter().all(|part| directory.connect(part.known_as).is_ok());
+            let are_there = || self.parts.iter().all(|part| directory.connect(part.known_as).is_ok() || part.has_ended());
             if !wait_until(SOCKET_WITHIN, are_there) {
-                let ended = self.parts.iter_mut().filter(|part| namespace::pid_there(part.pid).is_none());
-                ended.filter_map(|part| part.away.take()).for_each(Marked::remove);
                 return Err(CommandError::new(Exit::Busy, "the process has not opened its socket again"));
             }
+            self.leave_out_ended();
             self.parts.iter_mut().filter_map(|part| part.away.take()).for_each(Marked::remove);
-            self.save.checkpoint.restore(&GpuMap::new(), &Deadline::new(None), reporter)?;
+            if !self.parts.is_empty() {
+                self.save.checkpoint.restore(&GpuMap::new(), &Deadline::new(None), reporter)?;
+            }
             freed?;
             self.is_off = false;
         }
-        if self.is_paused {
+        if self.is_paused && !self.parts.is_empty() {
             self.parts.iter().try_for_each(|part| self.give_contents(part))?;
             self.save.checkpoint.resume(reporter)?;
-            self.is_paused = false;
         }
+        self.is_paused = false;
         self.saving.iter().for_each(Saving::release);
         Ok(())
+    }
+
+    /// Those that have ended need nothing of what is undone.
+    fn leave_out_ended(&mut self) {
+        self.parts.extract_if(.., |part| part.has_ended()).filter_map(|part| part.away).for_each(Marked::remove);
+        let parts = &self.parts;
+        self.save.checkpoint.members.retain(|member| parts.iter().any(|part| part.known_as == member.process.pid));
     }
 
     /// Gives the library the files by which it reads its contents: it may have no right to open them.

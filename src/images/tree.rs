@@ -133,6 +133,17 @@ fn first_of_run(pid: u32) -> u32 {
     ancestors(pid).take_while(|above| run(*above).as_ref() == Some(&own)).last().unwrap_or(pid)
 }
 
+/// These processes and all that came of them.
+pub fn with_descendants(pids: &[u32]) -> BTreeSet<u32> {
+    let (mut found, mut due) = (BTreeSet::new(), pids.to_vec());
+    while let Some(pid) = due.pop() {
+        if found.insert(pid) {
+            due.extend(children(pid));
+        }
+    }
+    found
+}
+
 /// The children of all of its threads.
 fn children(pid: u32) -> Vec<u32> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();

@@ -1,6 +1,7 @@
 //! Images of programs on a simulated machine, by the real CRIU.
 
 use super::machine::{Machine, Program, Ran};
+use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -86,5 +87,75 @@ impl Images {
     /// Loads it, with this process's pipes as its streams: what they carry is the program's alone.
     pub fn load(&self, image: &str, name: &str) -> Program {
         Program::spawn(&mut self.cli(&format!("load {} --name {name}", self.image(image))))
+    }
+}
+
+/// Where a CRIU is held.
+pub struct Held {
+    place: PathBuf,
+}
+
+impl Held {
+    pub fn is_reached(&self) {
+        super::eventually("CRIU runs", || self.place.with_extension("reached").exists());
+    }
+
+    pub fn go(&self) {
+        fs::write(self.place.with_extension("go"), "").unwrap();
+    }
+}
+
+impl Images {
+    /// Has a command's CRIU wait: `dump-before`, `restore-after` and so on.
+    pub fn holding<'a>(&self, at: &str, command: &'a mut Command) -> (Held, &'a mut Command) {
+        let place = self.machine.folder.path().join(at);
+        for ending in ["reached", "go"] {
+            let _ = fs::remove_file(place.with_extension(ending));
+        }
+        self.between(command).env("HOLD", at).env("PLACE", &place);
+        (Held { place }, command)
+    }
+
+    /// The processes that belong to this machine, beside this one.
+    pub fn processes(&self) -> Vec<u32> {
+        let folder = self.machine.folder.path().as_os_str().as_encoded_bytes();
+        let entries = fs::read_dir("/proc").unwrap().flatten();
+        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        let belongs = |pid: &u32| {
+            let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+            environment.windows(folder.len()).any(|part| part == folder)
+        };
+        pids.filter(belongs).collect()
+    }
+}
+
+impl Images {
+    /// Has somebody be killed when a command runs CRIU: `command`, `criu`, or a process, at `dump-before`, `restore-after` and so on.
+    pub fn killing<'a>(&self, at: &str, victim: &str, command: &'a mut Command) -> &'a mut Command {
+        self.between(command).env("KILL", at).env("VICTIM", victim)
+    }
+
+    /// Has `tests/apps/criu_between.sh` stand between a command and CRIU.
+    fn between<'a>(&self, command: &'a mut Command) -> &'a mut Command {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/criu_between.sh");
+        command.env("VRAMCTL_CRIU", script).env("REAL", self.criu)
+    }
+
+    pub fn has_image(&self) -> bool {
+        Path::new(&self.image("image")).join("manifest.json").exists()
+    }
+
+    /// Nothing is left of a program, and the next one is in nobody's way.
+    #[track_caller]
+    pub fn nothing_is_left(&self, about: &str) {
+        super::eventually(&format!("{about}: no process is left"), || self.processes().is_empty());
+        self.vramctl("ps").expect(0, "", "no process is managed");
+        let files = fs::read_dir(self.machine.sockets()).unwrap().flatten();
+        let files: Vec<_> = files.filter_map(|file| file.file_name().into_string().ok()).collect();
+        let is_left = |name: &String| [".sock", ".loading", ".saving"].iter().any(|ending| name.ends_with(ending));
+        assert!(!files.iter().any(is_left), "{about}: {files:?}");
+        // Nobody has the store.
+        let folder = self.machine.folder.path().join("images");
+        self.vramctl(&format!("images {} gc", folder.display())).expect(0, "freed", "");
     }
 }

@@ -3,13 +3,14 @@
 use crate::arguments::seconds;
 use crate::execute::Execute;
 use crate::ui::Ui;
+use crate::ui::output;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{self, Command, Stdio};
 use std::time::Duration;
 use std::{env, io};
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_images::{Load, Port, Streams, init, name_of};
+use vramctl_images::{Agreement, Copies, Copy, Load, NoCopies, Port, Streams, init, name_of};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -18,7 +19,8 @@ parent: it passes signals on, and ends with the program's exit code. Its standar
 terminal, a file or another process. One image can be loaded several times at once.
 
 With --port or --copies, each program gets a network of its own: nobody reaches it but by the ports that are given, and it reaches nobody: no \
-names are resolved, and no connection leads out. So copies of one server run side by side.
+names are resolved, and no connection leads out. So copies of one server run side by side. They go on together: if one cannot be loaded, none \
+is left. Once they run, each is a program of its own, and the others go on when one ends.
 
 The image is read before anything is started: one that is incomplete, damaged, or could have been changed by another user is refused.
 
@@ -51,21 +53,22 @@ pub struct Args {
     /// Print errors and warnings only
     #[arg(long, short)]
     quiet: bool,
-    /// One of several copies
+    /// One of several copies, and how they agree
     #[arg(long, hide = true)]
-    is_copy: bool,
+    is_copy: Option<Agreement>,
 }
 
 impl Args {
-    /// Each is a load of its own, and a child of this one, which ends when all have.
+    /// Each is a load of its own, and a child of this one, which ends when all have. All programs go on together, or none is left.
     fn start_copies(&self, copies: u16) -> Result<Exit, CommandError> {
         let failed = |error: io::Error| CommandError::new(Exit::Failed, format!("cannot start a copy: {error}"));
         let name = self.name.clone().map_or_else(|| name_of(&self.image), Ok)?;
         let beyond = || CommandError::new(Exit::Usage, "there are not so many ports");
-        let mut children = Vec::new();
+        let mut all = Copies::default();
         for number in 0..copies {
             let mut command = Command::new(env::current_exe().map_err(failed)?);
-            command.arg("load").arg(&self.image).args(["--is-copy", "--name", &format!("{name}-{}", number + 1)]);
+            let name = format!("{name}-{}", number + 1);
+            command.arg("load").arg(&self.image).args(["--name", &name]);
             for port in &self.port {
                 let port = port.further(number).ok_or_else(beyond)?;
                 command.args(["--port", &format!("{}={}", port.old, port.new)]);
@@ -83,9 +86,16 @@ impl Args {
                 // SAFETY: makes one system call.
                 unsafe { command.pre_exec(end_with_parent) };
             }
-            children.push(command.stdin(Stdio::null()).spawn().map_err(failed)?.id().cast_signed());
+            command.stdin(Stdio::null());
+            all.add(Copy::start(name, command).map_err(failed)?);
         }
-        process::exit(init::wait_for_all(children))
+        match all.let_go() {
+            Ok(running) => process::exit(running.wait(|text| output::complain("warning", text))),
+            Err(NoCopies { why, code }) => {
+                output::complain("error", &why);
+                process::exit(code)
+            }
+        }
     }
 }
 
@@ -99,7 +109,8 @@ impl Execute for Args {
         let ui = Ui::new(false, true);
         let streams = Streams { log: self.log.clone(), detached: self.detach };
         let load = Load::plan(&self.image, self.name.as_deref(), streams, self.timeout, &ui)?;
-        let load = if self.port.is_empty() && !self.is_copy { load } else { load.with_own_network(self.port.clone()) };
+        let load = load.with_agreement(self.is_copy);
+        let load = if self.port.is_empty() && self.is_copy.is_none() { load } else { load.with_own_network(self.port.clone()) };
         let loaded = load.run(&ui)?;
         if !self.quiet {
             let stages: Vec<_> = loaded.stages.iter().map(|(stage, took)| format!("{stage} {}", took.as_millis())).collect();
