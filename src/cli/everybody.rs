@@ -4,12 +4,11 @@
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
-use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use vramctl_config::{socket_directory, socket_directory_of};
+use vramctl_config::socket_directory;
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_coordinator::account::name_of;
 use vramctl_coordinator::failure::{CommandError, Exit};
@@ -59,13 +58,10 @@ impl Others {
 
 /// The directories with sockets in which this command does not look anyway, and whose they are.
 fn directories() -> Vec<(PathBuf, u32)> {
-    const VARIABLES: [&str; 3] = ["LD_PRELOAD", "VRAMCTL_DIR", "XDG_RUNTIME_DIR"];
     let of_process = |pid: u32| {
-        let [preloaded, directory, runtime] = proc::variables(pid, VARIABLES);
+        let [preloaded] = proc::variables(pid, ["LD_PRELOAD"]);
         preloaded?;
-        let place =
-            socket_directory_of(|name| if name == "VRAMCTL_DIR" { directory.as_ref() } else { runtime.as_ref() }.map(OsString::from));
-        Some(as_seen_here(pid, &place))
+        Some(as_seen_here(pid, &proc::socket_directory(pid)))
     };
     let usual = ["/run/user", "/tmp"].iter().flat_map(|folder| fs::read_dir(folder).into_iter().flatten().flatten()).map(|entry| {
         let path = entry.path();

@@ -26,6 +26,7 @@ use execute::Execute;
 use settings::Settings;
 use std::process::ExitCode;
 use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::text;
 use vramctl_host::system::raise_descriptor_limit;
 
 /// Take GPU memory away from running, unmodified CUDA programs, by tag, and give it back at the same addresses.
@@ -150,10 +151,27 @@ fn main() -> ExitCode {
         see_all_gpus();
     }
     let exit = prepared(command).and_then(|()| command.execute()).unwrap_or_else(|failure| {
+        let failure = with_log(failure);
         ui::output::fail(&failure, command.wants_json());
         failure.exit()
     });
     exit.into()
+}
+
+/// A failure to find a program, with what is left of one that `run -d` has started under a name of this command line.
+fn with_log(failure: CommandError) -> CommandError {
+    if failure.exit() != Exit::NoProcess {
+        return failure;
+    }
+    let logs = logs::names();
+    match std::env::args().skip(2).find(|word| logs.contains(word)) {
+        Some(name) => {
+            let name = text::quoted(&name);
+            let text = format!("{failure}. {name} has run in the background, and has ended: `vramctl logs {name}` has what it has printed");
+            failure.saying(text)
+        }
+        None => failure,
+    }
 }
 
 /// Applies the settings of a program's name, and tells what is wrong in their files. What can bring a program back is never refused for that.

@@ -32,17 +32,18 @@ const SYNONYMS: [(&str, &str); 16] = [
     ("gpus", "gpu smi nvidia-smi devices who"),
     ("top", "monitor htop nvtop live"),
     ("move", "migrate relocate"),
-    ("stop", "kill terminate rm end quit"),
+    ("stop", "kill terminate rm end quit delete"),
     ("config", "settings configuration env variables"),
     ("demo", "try tutorial example"),
     ("doctor", "check diagnose diag test"),
-    ("logs", "log output tail"),
+    ("logs", "log output tail attach"),
     ("events", "event follow history"),
     ("metrics", "stats prometheus exporter"),
 ];
 
 /// What is said of words that no command is for.
-const OTHERS: [(&str, &str); 3] = [
+const OTHERS: [(&str, &str); 4] = [
+    ("restart", "`vramctl stop NAME`, then `vramctl run -d --name NAME -- COMMAND`"),
     ("man manual", "`vramctl help COMMAND` explains one, with examples"),
     ("version", "`vramctl --version` tells the version"),
     ("upgrade update install", "install the new version over this one (docs/install.md); programs that run keep theirs"),
@@ -50,10 +51,14 @@ const OTHERS: [(&str, &str); 3] = [
 
 /// A refusal by clap, which compares letters, with what the word means.
 pub fn explained(error: clap::Error) -> clap::Error {
-    if let Some(hint) = hints::of(&error) {
+    if let Some(hint) = hints::of(&error, &syntax()) {
         return clap::Error::raw(error.kind(), format!("{hint}\n")).with_cmd(&syntax());
     }
     let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidSubcommand) else { return error };
+    if hints::command(&error) == "images" {
+        let text = format!("`vramctl images` has no command {word}; as in `vramctl images /images rm engine` (rm, verify, gc, export)\n");
+        return clap::Error::raw(error.kind(), text).with_cmd(&syntax());
+    }
     let has = |words: &str| words.split(' ').any(|known| known == word.to_lowercase());
     let hint = match (SYNONYMS.iter().find(|(_, words)| has(words)), OTHERS.iter().find(|(words, _)| has(words))) {
         (Some((command, _)), _) => {

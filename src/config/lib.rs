@@ -151,11 +151,12 @@ pub struct Directories {
 }
 
 impl Directories {
-    fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Self {
+    /// Those of a process of this user with these variables.
+    fn of(user: u32, variable: impl Fn(&str) -> Option<OsString>) -> Self {
         let set = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let sockets = set("VRAMCTL_DIR")
             .or_else(|| set("XDG_RUNTIME_DIR").map(|base| base.join("vramctl")))
-            .unwrap_or_else(|| PathBuf::from(format!("/tmp/vramctl-{}", system::user())));
+            .unwrap_or_else(|| PathBuf::from(format!("/tmp/vramctl-{user}")));
         let (ours, of_memory_saver) = (set("VRAMCTL_DISK_DIR"), set("TMS_DISK_BACKUP_DIR"));
         let makes_disk = ours.is_none() && of_memory_saver.is_some();
         let disk = ours.or(of_memory_saver).or_else(|| set("TMPDIR")).unwrap_or_else(|| PathBuf::from("/tmp"));
@@ -206,7 +207,7 @@ impl Config {
 
     /// Reads the variables through `variable`. An invalid value is replaced by its default and added to the complaints.
     pub fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Self {
-        let directories = Directories::from_variables(&variable);
+        let directories = Directories::of(system::user(), &variable);
         let mut variables = Variables { get: variable, complaints: Vec::new() };
         let manages_all = variables.switch("TMS_INIT_ENABLE") == Some(true);
         let retains_all = variables.switch("TMS_RETAIN_CPU_BACKUP") == Some(true);
@@ -387,9 +388,9 @@ pub fn socket_directory() -> &'static Path {
     &Config::get().directories.sockets
 }
 
-/// The directory of the control sockets of a process that has these variables.
-pub fn socket_directory_of(variable: impl Fn(&str) -> Option<OsString>) -> PathBuf {
-    Directories::from_variables(variable).sockets
+/// The directory of the control sockets of a process of this user that has these variables.
+pub fn socket_directory_of(user: u32, variable: impl Fn(&str) -> Option<OsString>) -> PathBuf {
+    Directories::of(user, variable).sockets
 }
 
 /// The directory from `VRAMCTL_REPORT_DIR`.

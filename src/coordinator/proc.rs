@@ -1,9 +1,12 @@
 //! What the kernel says of other processes, in `/proc`.
 
+use std::ffi::OsString;
 use std::fmt::Display;
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::{fs, io};
-use vramctl_host::system::folder_of;
+use vramctl_config::socket_directory_of;
+use vramctl_host::system::{folder_of, user};
 
 /// Whether there is such a process.
 pub fn exists(pid: impl Display) -> bool {
@@ -22,6 +25,19 @@ pub fn pids() -> Vec<u32> {
 pub fn command_line(pid: u32) -> String {
     let words = fs::read(folder_of(pid).join("cmdline")).unwrap_or_default();
     String::from_utf8_lossy(&words).trim_end_matches('\0').replace('\0', " ")
+}
+
+/// Whose it is; `None` if it has ended.
+pub fn owner(pid: u32) -> Option<u32> {
+    fs::metadata(format!("/proc/{pid}")).ok().map(|folder| folder.uid())
+}
+
+/// Where it listens, or will, by its variables and its user.
+pub fn socket_directory(pid: u32) -> PathBuf {
+    const VARIABLES: [&str; 2] = ["VRAMCTL_DIR", "XDG_RUNTIME_DIR"];
+    let values = variables(pid, VARIABLES);
+    let value = |name: &str| VARIABLES.iter().position(|known| *known == name).and_then(|at| values[at].clone());
+    socket_directory_of(owner(pid).unwrap_or_else(user), |name| value(name).map(OsString::from))
 }
 
 /// Whether this user may look into it.

@@ -1,5 +1,6 @@
 //! Finding the managed processes and choosing among them.
 
+use crate::account;
 use crate::deadline::Deadline;
 use crate::failure::{CommandError, Exit};
 use crate::gpus;
@@ -9,16 +10,16 @@ use crate::proc;
 pub use crate::process::Process;
 use crate::queue::{Entry, Ticket};
 use crate::reporter::Reporter;
-use crate::starting::starting;
+use crate::starting::{of_other_user, starting};
 pub use crate::target::Target;
 use crate::target::{self, matches_name};
 use crate::text;
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::OsString;
+use std::path::Path;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
-use std::{io, thread};
-use vramctl_config::{self as config, socket_directory_of};
+use std::{env, io, thread};
+use vramctl_config as config;
 use vramctl_control::absence::{Absence, Absent};
 use vramctl_control::address::{ListenerName, hidden};
 use vramctl_control::client::{Client, ClientError};
@@ -26,7 +27,7 @@ use vramctl_control::discovery::{self, Directory};
 use vramctl_control::protocol::{ProcessStatus, Refusal};
 use vramctl_driver::uuid_of_index;
 use vramctl_host::Unpoison;
-use vramctl_host::program_of;
+use vramctl_host::{program_of, system};
 use vramctl_model::{Error, Kind, checked_name, short_uuid};
 
 /// The user's managed processes.
@@ -120,6 +121,9 @@ impl Found {
             if none.exit() != Exit::NoProcess {
                 return none;
             }
+            if let Some(why) = target.parts().iter().find_map(whose) {
+                return none.saying(why);
+            }
             match starting(target, &self.processes).as_slice() {
                 [] if self.processes.is_empty() && !matches!(target, Target::Pid(_)) => CommandError::new(Exit::NoProcess, self.nothing()),
                 [] => none,
@@ -185,7 +189,7 @@ impl Found {
         }
         let (mut named, mut tags) = (Vec::new(), Vec::new());
         for word in words {
-            match self.process(&word).or_else(|| self.starting_process(&word)) {
+            match self.process(&word).or_else(|| self.starting_process(&word)).or_else(|| self.process_of_other(&word)) {
                 Some(_) if self.is_tag(&word) => {
                     let word = text::one_line(&word);
                     let text =
@@ -258,6 +262,12 @@ impl Found {
         (!self.is_tag(word) && !starting(&target, &self.processes).is_empty()).then_some(target)
     }
 
+    /// The program that has this name and is another user's, unless the word is a tag.
+    fn process_of_other(&self, word: &str) -> Option<Target> {
+        let target = Target::parse(word.to_owned());
+        (!self.is_tag(word) && whose(&target).is_some()).then_some(target)
+    }
+
     /// Whether all that a target means is still starting, and there is time to look again, a little later.
     pub fn waits_for_start(&self, target: &Target, deadline: &Deadline) -> bool {
         let has_time = deadline.timeout.is_some_and(|timeout| deadline.begun.elapsed() < timeout);
@@ -322,11 +332,16 @@ impl Found {
     /// The message for "no managed process", with likely reasons.
     pub fn nothing(&self) -> String {
         let path = config::socket_directory();
-        let path = self.directory.as_ref().map_or(path, |directory| directory.path());
+        let path = self.directory.as_ref().map_or(path, |directory| directory.path()).display();
+        // Root's `ps` shows them, unless it is told where to look.
+        if system::user() == 0 && env::var_os("VRAMCTL_DIR").is_none() && of_other_user("*").is_some() {
+            return format!(
+                "no process of root's is managed (looked in {path}). `vramctl ps` lists those of other users; to act on one: `sudo -u USER vramctl …`"
+            );
+        }
         format!(
-            "no process is managed (looked in {}). Start a program with `vramctl run -- COMMAND`; it appears here once it has allocated GPU \
-             memory. If it runs with a different VRAMCTL_DIR or XDG_RUNTIME_DIR, set VRAMCTL_DIR to match",
-            path.display()
+            "no process is managed (looked in {path}). Start a program with `vramctl run -- COMMAND`; it appears here once it has allocated GPU \
+             memory. If it runs with a different VRAMCTL_DIR or XDG_RUNTIME_DIR, set VRAMCTL_DIR to match"
         )
     }
 }
@@ -539,27 +554,38 @@ fn note_runs<'a>(processes: impl Iterator<Item = &'a Process>, reporter: &dyn Re
     }
 }
 
+/// Whose the program of this name is, if it is another user's, and how to act on it.
+fn whose(target: &Target) -> Option<String> {
+    let Target::Name(name) = target else { return None };
+    let (pid, owner, there) = of_other_user(name)?;
+    Some(format!("{} (pid {pid}) {}", text::one_line(name), belongs_to(owner, &there)))
+}
+
+/// Of a process of another user.
+fn belongs_to(owner: u32, there: &Path) -> String {
+    let (name, there) = (account::name_of(owner).unwrap_or_else(|| format!("#{owner}")), there.display());
+    format!("is {name}'s: `sudo -u {name} vramctl …`, or with VRAMCTL_DIR={there}")
+}
+
 /// Why no process of this id is managed, and what to do.
 fn not_managed(pid: u32) -> String {
     if !proc::exists(pid) {
         return format!("there is no process {pid}");
     }
-    let [own, runtime] = proc::variables(pid, ["VRAMCTL_DIR", "XDG_RUNTIME_DIR"]);
-    let looks = socket_directory_of(|name| match name {
-        "VRAMCTL_DIR" => own.as_deref().map(OsString::from),
-        "XDG_RUNTIME_DIR" => runtime.as_deref().map(OsString::from),
-        _ => None,
-    });
+    let there = proc::socket_directory(pid);
     let why = if !proc::is_visible(pid) {
         "this user may not look into it. If it is another user's, run vramctl as that user".into()
     } else if !proc::has_library(pid) {
         format!("it was not started under `vramctl run`. Start it again: vramctl run -- {}", text::one_line(&proc::command_line(pid)))
-    } else if looks != config::socket_directory() {
-        let there = looks.display();
-        format!(
-            "it listens in another directory (VRAMCTL_DIR={there}), and this command has looked in {}",
-            config::socket_directory().display()
-        )
+    } else if there != config::socket_directory() {
+        match proc::owner(pid).filter(|owner| *owner != system::user()) {
+            Some(owner) => format!("it {}", belongs_to(owner, &there)),
+            None => format!(
+                "it listens in another directory (VRAMCTL_DIR={}), and this command has looked in {}",
+                there.display(),
+                config::socket_directory().display()
+            ),
+        }
     } else {
         "it has not allocated GPU memory yet".into()
     };

@@ -52,6 +52,14 @@ fn a_program_that_cannot_start_in_the_background_is_refused_as_in_a_shell() {
     Ran::of(rank.env("VRAMCTL_JOB", "job")).expect(2, "", "VRAMCTL_JOB is set: a rank of a job stays with those who started it");
     machine.vramctl(&["run", "-d", "--name", "short", "--", "sh", "-c", "echo its end; exit 3"]).has(0, "short (pid ", "");
     machine.vramctl("logs -f short").expect(0, "its end\n", "");
+    // Whoever acts on it has not seen it end.
+    for command in ["pause short", "resume --name short", "status short", "stop short"] {
+        machine.vramctl(command).expect(
+            3,
+            "",
+            "short has run in the background, and has ended: `vramctl logs short` has what it has printed",
+        );
+    }
 }
 
 #[test]

@@ -58,6 +58,41 @@ fn an_unsafe_directory_is_refused() {
     }
 }
 
+/// Root sees it, and does not find it where root's own programs are. It was said to be starting: its directory has its user's number.
+#[test]
+fn a_program_of_another_user_is_told_from_one_that_starts() {
+    const NOBODY: u32 = 65534;
+    // SAFETY: cannot fail.
+    if unsafe { libc::geteuid() } != 0 {
+        return;
+    }
+    let machine = Machine::without_gpus();
+    fs::set_permissions(machine.folder.path(), Permissions::from_mode(0o711)).unwrap();
+    let copy = machine.folder.path().join("libvramctl.so");
+    fs::copy(library(), &copy).unwrap();
+    fs::set_permissions(&copy, Permissions::from_mode(0o755)).unwrap();
+    let name = format!("theirs-{}", std::process::id());
+    let mut command = machine.command("sleep", &["600"]);
+    command.env("LD_PRELOAD", &copy).env("VRAMCTL_NAME", &name).env("VRAMCTL_JOB", format!("run-{name}"));
+    command.env_remove("VRAMCTL_DIR").env_remove("XDG_RUNTIME_DIR");
+    let theirs = Killed(command.uid(NOBODY).spawn().unwrap());
+    let pid = theirs.0.id();
+    let is = format!("is nobody's: `sudo -u nobody vramctl …`, or with VRAMCTL_DIR=/tmp/vramctl-{NOBODY}");
+    common::eventually("it runs", || fs::read_to_string(format!("/proc/{pid}/maps")).unwrap().contains("libvramctl.so"));
+    // Where root's programs without these variables are looked for, too.
+    for command in [format!("pause {name}"), format!("status {name}"), format!("resume --name {name}")] {
+        let mut as_root = machine.cli(&*command);
+        Ran::of(as_root.env_remove("VRAMCTL_DIR").env_remove("XDG_RUNTIME_DIR")).expect(3, "", &format!("{name} (pid {pid}) {is}"));
+    }
+    let mut as_root = machine.cli("pause");
+    Ran::of(as_root.env_remove("VRAMCTL_DIR").env("XDG_RUNTIME_DIR", machine.folder.path())).expect(
+        3,
+        "",
+        "to act on one: `sudo -u USER vramctl …`",
+    );
+    machine.vramctl(&format!("pause --pid {pid}")).expect(3, "", &format!("process {pid} is not managed: it {is}"));
+}
+
 /// Names come from other programs: one must not pass for a message of the command, nor do harm where it is copied into a shell.
 #[test]
 fn a_name_may_be_anything() {
