@@ -305,6 +305,26 @@ VramctlResult vramctl_cache_report(const struct VramctlSegment *segments, size_t
 // `problem` must be null or NUL-terminated.
 VramctlResult vramctl_cache_answer(const char *problem);
 
+// For an inference engine in a program that shares its GPUs (`vramctl run --share`): waits until somebody is about to take memory of it, and
+// writes the request's number to `number`. The Python package does all this for the engines that it knows.
+//
+// One thread of the program calls this in a loop and does nothing but pass the number on to the engine's own loop. If no request uses the KV
+// cache, that loop resets the engine's prefix cache, and then calls `vramctl_prefix_cache_answer`, within 0.2 s. Then the contents of the tag
+// `kv_cache` are not kept, unless a call has started device work meanwhile.
+//
+// `number` must be writable.
+VramctlResult vramctl_prefix_cache_wait(uint64_t *number);
+
+// For an inference engine's loop: answers a request (`vramctl_prefix_cache_wait`). `is_reset`: 1 if it has just reset its prefix cache, and no
+// request uses the KV cache; else 0. After a 1, this waits until the program is held, at most 0.2 s, so that the loop does not use the KV cache
+// again at once.
+VramctlResult vramctl_prefix_cache_answer(uint64_t number,
+                                          int32_t is_reset);
+
+// For an inference engine's loop: whether it has no requests now (1) or has some (0). Called when that changes; until the first call, it has
+// some. `VRAMCTL_RESULT_INVALID`: the program does not share its GPUs, or keeps its cache (`--keep-cache`), so nobody will ask.
+VramctlResult vramctl_prefix_cache_idle(int32_t is_idle);
+
 // Has the program's own allocator return cached memory to CUDA, and waits for that. Must not be called from the thread that calls
 // `vramctl_cache_wait`, which does the work. `vramctl_last_report_json` then has the fields of the control protocol's `trimmed` reply
 // (`docs/protocol.md`).

@@ -1,6 +1,7 @@
-"""Engines that share a GPU by themselves, behind any router: the stand-ins have HTTP, as those of examples/litellm.yaml."""
+"""Engines that share a GPU by themselves, behind any router: fake_vllm, with HTTP, as those of examples/litellm.yaml."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import pathlib
@@ -14,108 +15,175 @@ import unittest
 import urllib.request
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "fake_vllm"))
+
+import server  # noqa: E402
 
 import support  # noqa: E402
 
-#: An engine: each token depends on its weights, and on what the tokens before it have left in the KV cache.
-ENGINE = """
-import http.server, json, sys, threading, time, zlib
-sys.path.insert(0, {tests!r})
-from support import Cuda, MIB, pattern
-import vramctl
-from vramctl import engines
-name, port, SIZE = sys.argv[1], int(sys.argv[2]), 40
-cuda, lock, running = Cuda(), threading.Lock(), []
-with vramctl.region("weights"):
-    weights = cuda.malloc(SIZE * MIB)
-with vramctl.region("kv_cache"):
-    cache = cuda.malloc(4 * MIB)
-cuda.write(weights, pattern(len(name), SIZE * MIB))
-engines.announce("vllm", tags_cache=True)
-class Handler(http.server.BaseHTTPRequestHandler):
-    def answer(self, text):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(text.encode())
-    def do_GET(self):
-        self.answer(f"vllm:num_requests_running {{len(running)}}\\nvllm:num_requests_waiting 0\\n")
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{{}}")
-        with lock:
-            running.append(1)
-            cuda.write(cache, zlib.crc32(cuda.read(weights, SIZE * MIB)).to_bytes(4, "little"))
-            tokens = []
-            self.send_response(200)
-            self.end_headers()
-            for _ in range(body["max_tokens"]):
-                tokens.append(zlib.crc32(cuda.read(weights, 4096), zlib.crc32(cuda.read(cache, 4))))
-                cuda.write(cache, tokens[-1].to_bytes(4, "little"))
-                self.wfile.write(b"%d " % tokens[-1])
-                self.wfile.flush()
-                time.sleep(0.005)
-            running.pop()
-    def log_message(self, *_): pass
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-""".format(tests=str(pathlib.Path(__file__).resolve().parent))
+#: MiB of the weights and the KV cache of an engine.
+WEIGHTS, CACHE = 16, 72
 
 
-class Sharing(unittest.TestCase):
-    """Two engines of 44 MiB on a GPU of 64 MiB."""
+class Engines(unittest.TestCase):
+    #: MiB of the GPU.
+    GPU = 112
+    #: Room on the host for the contents of a process: for weights, not for a KV cache.
+    HOST_CAP = "64M"
+    #: However busy the machine is.
+    OPTIONS = ("--wait", "600")
+    NAMES = ("one", "two", "three")
 
-    def setUp(self):
+    @classmethod
+    def setUpClass(cls):
         folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        engine = pathlib.Path(folder.name) / "engine.py"
-        engine.write_text(ENGINE)
-        self.ports = {}
+        cls.addClassCleanup(folder.cleanup)
         without = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-        more = {"PYTHONPATH": str(support.ROOT / "python"), "SIMGPU_DIR": folder.name, "SIMGPU_MEMORY": "64M"}
+        more = {"PYTHONPATH": str(support.ROOT / "python"), "SIMGPU_DIR": folder.name, "SIMGPU_MEMORY": f"{cls.GPU}M"}
         more["VRAMCTL_DIR"] = str(pathlib.Path(folder.name) / "sockets")
-        self.environment = {**without, **more}
-        for name in ("one", "another"):
+        cls.environment = {**without, **more}
+        cls.ports = []
+        for name in cls.NAMES:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
-                self.ports[name] = free.getsockname()[1]
-            command = [sys.executable, "-m", "vramctl", "run", "--share", "--name", name, "--"]
-            process = subprocess.Popen(
-                [*command, sys.executable, str(engine), name, str(self.ports[name])], env=self.environment
-            )
-            self.addCleanup(process.wait)
-            self.addCleanup(process.kill)
-        for port in self.ports.values():
-            support.eventually("it serves", lambda port=port: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
+                cls.ports.append(free.getsockname()[1])
+            command = [sys.executable, "-m", "vramctl", "run", "--share", *cls.OPTIONS, "--name", name, "--"]
+            engine = [sys.executable, server.__file__, name, str(cls.ports[-1]), str(WEIGHTS), str(CACHE)]
+            environment = {**cls.environment, **({"VRAMCTL_HOST_CAP": cls.HOST_CAP} if cls.HOST_CAP else {})}
+            process = subprocess.Popen([*command, *engine], env=environment)
+            cls.addClassCleanup(process.wait)
+            cls.addClassCleanup(process.kill)
+        for port in cls.ports:
+            support.eventually("it serves", lambda port=port: cls.serves(port))
 
-    def ask(self, model, tokens=3):
-        body = json.dumps({"model": model, "max_tokens": tokens}).encode()
-        url = f"http://127.0.0.1:{self.ports[model]}/v1/completions"
-        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=120) as answer:
-            return answer.read().decode().split()
+    @staticmethod
+    def serves(port):
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    def request(self, which, path, body=None):
+        url = f"http://127.0.0.1:{self.ports[which]}{path}"
+        data = None if body is None else json.dumps(body).encode()
+        return urllib.request.urlopen(urllib.request.Request(url, data), timeout=120)
+
+    def ask(self, which, prompt="Hello", tokens=3):
+        with self.request(which, "/v1/completions", {"prompt": prompt, "max_tokens": tokens}) as answer:
+            return [int(token) for token in answer.read().split()]
+
+    def check(self, which, prompt="Hello", tokens=3):
+        """Its answer is that of an engine alone."""
+        self.assertEqual(self.ask(which, prompt, tokens), server.tokens(self.NAMES[which], WEIGHTS, prompt, tokens))
+
+    def counts(self, which):
+        """How many requests hit its prefix cache, and how often that was reset."""
+        with self.request(which, "/") as answer:
+            return json.load(answer)
+
+    def vramctl(self, *arguments):
+        return json.loads(
+            subprocess.check_output([sys.executable, "-m", "vramctl", *arguments, "--json"], env=self.environment)
+        )
 
     def view(self):
-        command = [sys.executable, "-m", "vramctl", "share", "--json"]
-        return json.loads(subprocess.check_output(command, env=self.environment))
+        return self.vramctl("share")
+
+    def pauses(self, which):
+        """What its pauses were, in all."""
+        (found,) = [one for one in self.vramctl("status")["processes"] if one["name"] == self.NAMES[which]]
+        return found["totals"]["pause"]
+
+    @contextlib.contextmanager
+    def running(self, which, prompt, tokens):
+        """A long request that has begun. Afterwards, its answer is right."""
+        wanted = server.tokens(self.NAMES[which], WEIGHTS, prompt, tokens)
+        with self.request(which, "/v1/completions", {"prompt": prompt, "max_tokens": tokens}) as answer:
+            begin = answer.read(1)
+            yield
+            self.assertEqual([int(token) for token in (begin + answer.read()).split()], wanted)
+
+
+class Sharing(Engines):
+    """Three engines of 88 MiB on a GPU of 112 MiB. Their weights are kept, and their KV caches have no place anywhere else."""
 
     def test_each_answers_as_if_alone_whoever_has_the_gpu(self):
-        first = {name: self.ask(name) for name in self.ports}
-        self.assertNotEqual(first["one"], first["another"])
-        for turn in range(2):
-            for name, tokens in first.items():
-                self.assertEqual(self.ask(name), tokens, f"turn {turn}")
+        for turn in range(3):
+            for which in (0, 1, 2):
+                with self.subTest(turn=turn, which=which):
+                    hits = self.counts(which)["hits"]
+                    self.check(which)
+                    self.assertEqual(self.counts(which)["hits"], hits, "its cache was reset when it left")
+                    self.check(which)
+                    self.assertEqual(self.counts(which)["hits"], hits + 1, "and serves as long as it is there")
+        for which in (0, 1, 2):
+            pauses = self.pauses(which)
+            self.assertGreaterEqual(pauses["discarded_bytes"], 2 * CACHE * support.MIB)
+            # The weights were copied once. What else the process has is small.
+            self.assertLess(pauses["kept_bytes"] - pauses["unchanged_bytes"], 2 * WEIGHTS * support.MIB)
         self.assertTrue(any(change["outcome"] == "changed" and change["came"] for change in self.view()["changes"]))
 
     def test_requests_at_once_are_all_answered(self):
-        alone = {name: self.ask(name, 50) for name in self.ports}
         with concurrent.futures.ThreadPoolExecutor() as threads:
-            asked = [(name, threads.submit(self.ask, name, 50)) for name in [*self.ports] * 3]
-            for name, answer in asked:
-                self.assertEqual(answer.result(), alone[name], name)
+            asked = [threads.submit(self.check, which, prompt, 50) for prompt in "abc" for which in (0, 1, 2)]
+            for answer in asked:
+                answer.result()
 
-    def test_one_that_ends_leaves_its_room_to_the_other(self):
-        tokens = self.ask("one")
-        (dead,) = [member["pid"] for member in self.view()["members"] if member["name"] == "another"]
-        os.kill(dead, signal.SIGKILL)
-        self.assertEqual(self.ask("one"), tokens)
+    def test_who_ends_leaves_its_room_to_the_others(self):
+        self.check(0)
+        with self.request(0, "/stall", {"seconds": 1000}):
+            pass
+        # Its loop does not answer, so it keeps its place as long as it lives.
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            asked = [threads.submit(self.check, which) for which in (1, 2)]
+            support.eventually("somebody waits", lambda: any(one.get("waits_ms") for one in self.view()["members"]))
+            (dead,) = [member["pid"] for member in self.view()["members"] if member["name"] == "one"]
+            os.kill(dead, signal.SIGKILL)
+            for answer in asked:
+                answer.result()
 
+    def test_an_engine_whose_loop_does_not_answer_keeps_its_cache(self):
+        self.check(0)
+        resets = self.counts(0)["resets"]
+        with self.request(0, "/stall", {"seconds": 3}):
+            pass
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            asked = threads.submit(self.check, 1)
+            self.check(0)
+            self.assertEqual(self.counts(0)["resets"], resets)
+            asked.result()
+
+
+class Busy(Engines):
+    """With room on the host for a KV cache, and on the GPU for a job of two engines."""
+
+    GPU = 200
+    HOST_CAP = None
+    NAMES = ("pair", "pair", "other")
+
+    def test_of_two_ranks_the_one_with_a_request_keeps_its_cache(self):
+        for which in (0, 1):
+            self.check(which)
+        resets = self.counts(1)["resets"]
+        # Both leave while it runs.
+        with self.running(1, "long", 1500):
+            self.check(2)
+            self.assertEqual(self.counts(1)["resets"], resets)
+        for which in (0, 1):
+            self.check(which)
+
+
+class Keeping(Engines):
+    HOST_CAP = None
+    OPTIONS = ("--wait", "600", "--keep-cache")
+    NAMES = ("one", "two")
+
+    def test_a_cache_is_kept_where_somebody_wants_that(self):
+        for turn in range(3):
+            for which in (0, 1):
+                self.check(which)
+                self.assertEqual(self.counts(which), {"hits": turn, "resets": 0})
+
+
+class Example(unittest.TestCase):
     def test_the_example_sends_nothing_twice_and_gives_up_late(self):
         text = (support.ROOT / "examples/litellm.yaml").read_text()
         lines = [line.partition(" #")[0].strip() for line in text.splitlines()]

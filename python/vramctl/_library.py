@@ -79,6 +79,9 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cache_report": (_pointer(Segment), _size),
     "cache_answer": (_text,),
     "trim": (ctypes.c_int64,),
+    "prefix_cache_wait": (_pointer(ctypes.c_uint64),),
+    "prefix_cache_answer": (ctypes.c_uint64, ctypes.c_int32),
+    "prefix_cache_idle": (ctypes.c_int32,),
     "set_watch": (ctypes.c_uint64, ctypes.c_int32),
 }
 

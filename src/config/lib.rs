@@ -100,6 +100,8 @@ pub struct Config {
     pub gives_back_after: Option<Duration>,
     /// `VRAMCTL_WAIT`: how long a request waits for room while nobody can give way.
     pub waits_for: Option<Duration>,
+    /// `VRAMCTL_KEEP_CACHE`: what becomes of an idle inference engine's KV cache while a scheduler has taken it.
+    pub idle_cache: IdleCache,
     /// `VRAMCTL_TRACE`: how many bytes of events are kept. 0: none are recorded, until somebody asks for it.
     pub trace: usize,
     /// `VRAMCTL_WATCH`.
@@ -118,6 +120,15 @@ pub struct Config {
     pub directories: Directories,
     /// Errors in the variables, to be logged once.
     pub complaints: Vec<String>,
+}
+
+/// What becomes of an idle inference engine's KV cache while a scheduler has taken it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IdleCache {
+    /// The engine resets its prefix cache, if it can, and the contents are not kept.
+    Dropped,
+    /// The contents are kept.
+    Kept,
 }
 
 /// When a process logs who uses the memory of a device.
@@ -239,6 +250,7 @@ impl Config {
             ),
             gives_back_after: variables.seconds("VRAMCTL_IDLE").filter(|time| !time.is_zero()),
             waits_for: variables.seconds("VRAMCTL_WAIT"),
+            idle_cache: if variables.switch("VRAMCTL_KEEP_CACHE") == Some(true) { IdleCache::Kept } else { IdleCache::Dropped },
             trace: variables.trace(),
             watch: variables.parsed("VRAMCTL_WATCH", Watch::parse, "not a size such as 5G, nor 5G,trim; ignored").unwrap_or_default(),
             job: name.clone().or_else(|| variables.set("VRAMCTL_JOB")),

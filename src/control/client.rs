@@ -258,6 +258,11 @@ impl Client {
         answer!(self, Request::Holdings, Reply::Holdings(holdings) => holdings)
     }
 
+    /// Has its inference engine reset its prefix cache, if it has one that does so.
+    pub fn reset_prefix_cache(&mut self, epoch: u64) -> Result<(), ClientError> {
+        answer!(self, Request::ResetPrefixCache { epoch }, Reply::PrefixCacheReset => ())
+    }
+
     /// Asks what its own allocator holds.
     pub fn cache(&mut self) -> Result<Vec<Cached>, ClientError> {
         answer!(self, Request::Cache, Reply::Cache { cache } => cache)

@@ -158,6 +158,11 @@ pub enum Request {
     /// What could you give up, and what have you given up to the scheduler?
     #[serde(deserialize_with = "no_fields")]
     Holdings,
+    /// Have the inference engine reset its prefix cache, if it is idle, so that its KV cache need not be kept. At most 200 ms.
+    ResetPrefixCache {
+        /// As in `share`.
+        epoch: u64,
+    },
     /// I have closed that memory.
     Close {
         /// The token in the handle.
@@ -274,6 +279,8 @@ pub enum Reply {
     Sharing(Sharing),
     /// To `holdings`.
     Holdings(Holdings),
+    /// To `reset-prefix-cache`. No engine does that, or it is done.
+    PrefixCacheReset,
     /// To `close`.
     Closed,
     /// Progress of a pause or resume.

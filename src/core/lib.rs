@@ -16,6 +16,7 @@ mod lease;
 pub mod limit;
 pub mod member;
 pub mod memory;
+pub mod prefix_cache;
 mod quiet;
 mod requests;
 pub mod server;

@@ -5,7 +5,7 @@ use crate::memory::Memory;
 use crate::memory::share::Loan;
 use crate::suspend::suspended;
 use crate::transition::Pause;
-use crate::{cache, detach, engine, events, lease, member, status, store};
+use crate::{cache, detach, engine, events, lease, member, prefix_cache, status, store};
 use std::panic::{self, AssertUnwindSafe};
 use std::time::Duration;
 use vramctl_config::{Config, new_name};
@@ -88,6 +88,10 @@ fn serve(request: Request, connection: &Connection, lines: &mut Lines<'_>, files
         Request::Share { epoch } => member::serve(epoch, connection, lines).map(|()| Reply::Closed),
         Request::Sharing(new) => member::share_so(new).map(Reply::Sharing),
         Request::Holdings => Ok(Reply::Holdings(memory.holdings())),
+        Request::ResetPrefixCache { epoch } => {
+            member::admit(Some(epoch))?;
+            prefix_cache::reset().map(|()| Reply::PrefixCacheReset)
+        }
         Request::Order(_) => Err(Error::Invalid("orders are for the connection of a scheduler (`share`)".into())),
         Request::Open { token } => {
             let loan = connection.lend(&token)?;
@@ -108,8 +112,9 @@ fn serve(request: Request, connection: &Connection, lines: &mut Lines<'_>, files
 /// Whether a request may wait long: for the driver, a lock or the program. A `status` does not ([`status::ask`](crate::status::ask)). The steps of
 /// a transition may, but only one client is at them.
 fn may_wait(request: &Request) -> bool {
-    use Request::{Cache, Counted, Holdings, Pause, Plan, Record, Resume, Store, Suspend, Trim};
-    matches!(request, Pause(_) | Plan(_) | Resume(_) | Store(_) | Suspend | Record | Counted { .. } | Cache | Holdings | Trim { .. })
+    use Request::{Cache, Counted, Holdings, Pause, Plan, Record, ResetPrefixCache, Resume, Store, Suspend, Trim};
+    let asks = matches!(request, Cache | Holdings | Trim { .. } | ResetPrefixCache { .. });
+    asks || matches!(request, Pause(_) | Plan(_) | Resume(_) | Store(_) | Suspend | Record | Counted { .. })
 }
 
 /// Whether the program is held afterwards.

@@ -13,9 +13,9 @@ use std::time::Duration;
 use std::{mem::MaybeUninit, ptr, slice};
 use vramctl_control::protocol::Refusal;
 use vramctl_core::cache::{self, Errand, Segment};
-use vramctl_core::engine;
 use vramctl_core::memory::{Allocation, Memory, region};
 use vramctl_core::transition::Pause;
+use vramctl_core::{engine, prefix_cache};
 use vramctl_host::guarded;
 use vramctl_model::{Error, Kind, PauseOptions, PauseRequest, Policy, ResumeRequest, Selection, Span};
 use vramctl_observe::watch;
@@ -435,6 +435,64 @@ pub unsafe extern "C" fn vramctl_cache_answer(problem: *const c_char) -> Vramctl
     })
 }
 
+/// For an inference engine in a program that shares its GPUs (`vramctl run --share`): waits until somebody is about to take memory of it, and
+/// writes the request's number to `number`. The Python package does all this for the engines that it knows.
+///
+/// One thread of the program calls this in a loop and does nothing but pass the number on to the engine's own loop. If no request uses the KV
+/// cache, that loop resets the engine's prefix cache, and then calls `vramctl_prefix_cache_answer`, within 0.2 s. Then the contents of the tag
+/// `kv_cache` are not kept, unless a call has started device work meanwhile.
+///
+/// # Safety
+/// `number` must be writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_prefix_cache_wait(number: *mut u64) -> VramctlResult {
+    answer(|| {
+        if number.is_null() {
+            return Err(Error::Invalid("`number` is null".into()));
+        }
+        wants_prefix_cache()?;
+        // SAFETY: the caller's promise.
+        unsafe { number.write(prefix_cache::wait()) };
+        Ok(())
+    })
+}
+
+/// For an inference engine's loop: answers a request (`vramctl_prefix_cache_wait`). `is_reset`: 1 if it has just reset its prefix cache, and no
+/// request uses the KV cache; else 0. After a 1, this waits until the program is held, at most 0.2 s, so that the loop does not use the KV cache
+/// again at once.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramctl_prefix_cache_answer(number: u64, is_reset: i32) -> VramctlResult {
+    answer(|| {
+        prefix_cache::answer(number, truth("is_reset", is_reset)?);
+        Ok(())
+    })
+}
+
+/// For an inference engine's loop: whether it has no requests now (1) or has some (0). Called when that changes; until the first call, it has
+/// some. `VRAMCTL_RESULT_INVALID`: the program does not share its GPUs, or keeps its cache (`--keep-cache`), so nobody will ask.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramctl_prefix_cache_idle(is_idle: i32) -> VramctlResult {
+    answer(|| {
+        wants_prefix_cache()?;
+        prefix_cache::set_idle(truth("is_idle", is_idle)?);
+        Ok(())
+    })
+}
+
+fn truth(name: &str, value: i32) -> Result<bool, Error> {
+    match value {
+        0 | 1 => Ok(value == 1),
+        _ => Err(Error::Invalid(format!("`{name}` is {value}, not 1 or 0"))),
+    }
+}
+
+fn wants_prefix_cache() -> Result<(), Error> {
+    if prefix_cache::is_wanted() {
+        return Ok(());
+    }
+    Err(Error::Invalid("the program does not share its GPUs, or keeps its KV cache (`--keep-cache`)".into()))
+}
+
 /// Has the program's own allocator return cached memory to CUDA, and waits for that. Must not be called from the thread that calls
 /// `vramctl_cache_wait`, which does the work. `vramctl_last_report_json` then has the fields of the control protocol's `trimmed` reply
 /// (`docs/protocol.md`).
@@ -456,10 +514,7 @@ pub extern "C" fn vramctl_trim(timeout_ms: i64) -> VramctlResult {
 #[unsafe(no_mangle)]
 pub extern "C" fn vramctl_set_watch(below: u64, trim: i32) -> VramctlResult {
     answer(|| {
-        if !matches!(trim, 0 | 1) {
-            return Err(Error::Invalid(format!("`trim` is {trim}, not 1 or 0")));
-        }
-        watch::set(below, trim == 1);
+        watch::set(below, truth("trim", trim)?);
         Ok(())
     })
 }
@@ -494,10 +549,7 @@ pub unsafe extern "C" fn vramctl_set_engine(name: *const c_char) -> VramctlResul
 #[unsafe(no_mangle)]
 pub extern "C" fn vramctl_set_engine_tags_cache(tags: i32) -> VramctlResult {
     answer(|| {
-        if !matches!(tags, 0 | 1) {
-            return Err(Error::Invalid(format!("`tags` is {tags}, not 1 or 0")));
-        }
-        engine::set_tags_cache(tags == 1);
+        engine::set_tags_cache(truth("tags", tags)?);
         Ok(())
     })
 }

@@ -3,17 +3,20 @@
 use crate::books::Gpus;
 use std::collections::BTreeMap;
 use std::time::Duration;
+use vramctl_control::client::{Client, ClientError};
+use vramctl_control::discovery::Directory;
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, HowToPause};
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Operation, Outcome, Plan, Scope, Swap, parallel};
-use vramctl_model::{Amounts, Kind, Verb};
+use vramctl_model::{Amounts, Class, Kind, Verb};
 use vramctl_scheduler::{self as scheduler, Change, Leave, ProgramId};
 
 /// A change in terms of processes.
 #[derive(Debug, Clone)]
 pub struct Task {
+    directory: Directory,
     leaving: Vec<Part>,
     coming: Vec<u32>,
     epoch: u64,
@@ -62,7 +65,14 @@ const ROOM_WITHIN: Duration = Duration::from_secs(5);
 
 impl Task {
     /// Names the processes of a change. `None`: some of them have ended.
-    pub fn of(change: &Change, pids: &BTreeMap<ProgramId, u32>, gpus: &Gpus, epoch: u64, drain: Duration) -> Option<Self> {
+    pub fn of(
+        change: &Change,
+        directory: Directory,
+        pids: &BTreeMap<ProgramId, u32>,
+        gpus: &Gpus,
+        epoch: u64,
+        drain: Duration,
+    ) -> Option<Self> {
         let pid = |program: &ProgramId| pids.get(program).copied();
         let part = |leave: &Leave| {
             let of = |program: &ProgramId| {
@@ -72,12 +82,28 @@ impl Task {
             Some(Part { program: *leave.programs.first()?, taken: leave.programs.iter().map(of).collect::<Option<_>>()? })
         };
         let leaving = change.leaving.iter().map(part).collect::<Option<_>>()?;
-        Some(Self { leaving, coming: change.coming.iter().map(pid).collect::<Option<_>>()?, epoch, drain })
+        Some(Self { directory, leaving, coming: change.coming.iter().map(pid).collect::<Option<_>>()?, epoch, drain })
     }
 
     /// Does it, or leaves all as it was, and says why.
     pub fn run(&self) -> Ended {
+        if let Err(failure) = self.reset_prefix_caches() {
+            return Ended::failed(&failure);
+        }
         if self.leaving.is_empty() || self.coming.is_empty() { self.one_after_the_other() } else { self.swap() }
+    }
+
+    /// Engines whose KV caches are to go without a copy have their prefix caches reset. One that has requests by now keeps its own, which the
+    /// scheduler did not count on.
+    fn reset_prefix_caches(&self) -> Result<(), CommandError> {
+        let is_discarded = |taken: &Amounts| taken.values().flatten().any(|amount| amount.class == Class::Discardable);
+        let taken = self.leaving.iter().flat_map(|part| &part.taken);
+        let pids: Vec<_> = taken.filter(|(_, taken)| is_discarded(taken)).map(|(pid, _)| *pid).collect();
+        let reset = |pid| Client::connect(&self.directory, pid).and_then(|mut process| process.reset_prefix_cache(self.epoch));
+        // The pause itself finds out all else.
+        let is_late = |failure: &ClientError| matches!(failure, ClientError::Refused(refusal) if refusal.code == Kind::Busy);
+        let failure = parallel::each_well(pids, reset).into_iter().filter_map(Result::err).find(is_late);
+        failure.map_or(Ok(()), |failure| Err(failure.into()))
     }
 
     /// All that leave are one side of it: they are prepared together, and have one decision.

@@ -287,7 +287,10 @@ impl Node {
         let settled: BTreeSet<_> = all_of(&old).difference(&all_of(new)).copied().collect();
         // Nobody has looked at the memory of a program for which nobody waits.
         let gives_back = new.gives_back_after_ms.is_some_and(|after| old.idle_ms < Some(after) && new.idle_ms >= Some(after));
-        if begins_to_wait || !settled.is_empty() || old.away != new.away || gives_back {
+        // An idle engine's KV cache costs less.
+        let is_engine = || self.statuses.get(&pid).is_some_and(|status| status.process.engine.is_some());
+        let rests = old.idle_ms == Some(0) && new.idle_ms > Some(0) && is_engine();
+        if begins_to_wait || !settled.is_empty() || old.away != new.away || gives_back || rests {
             self.look_again();
         }
         for ticket in settled {
@@ -474,7 +477,7 @@ impl Node {
             self.drop_copies(&leaving);
         }
         let programs: BTreeSet<_> = leaving.iter().chain(&change.coming).copied().collect();
-        let task = Task::of(change, &self.programs, &self.gpus, self.office.epoch, self.state.policy().drain);
+        let task = Task::of(change, self.directory.clone(), &self.programs, &self.gpus, self.office.epoch, self.state.policy().drain);
         self.moving.insert(change.id, programs);
         let left = change.leaving.iter().flat_map(|leave| leave.programs.iter().map(|program| (self.name(*program), words(leave.why))));
         let view = ChangeView {

@@ -17,6 +17,7 @@ mod interpose;
 mod ledger;
 mod nccl;
 mod obstacles;
+mod prefix_cache;
 mod stream_ordered;
 mod tms;
 mod unmanaged;

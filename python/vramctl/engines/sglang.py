@@ -7,6 +7,7 @@ SGLang to flush its cache.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import vramctl
 from vramctl import engines
 from vramctl._imports import when_imported
-from vramctl.engines import Hook, Place
+from vramctl.engines import Hook, Place, prefix_cache
 
 #: SGLang's plugin hooks.
 REGISTRY = "sglang.srt.plugins.hook_registry"
@@ -52,7 +53,28 @@ ARENA = Hook(
     places=(Place("sglang.srt.mem_cache.kv_vmm_backing:KvVmmArena.commit_range", "0.5.16"),),
     without="such a cache keeps the process's tag",
 )
-HOOKS = (PLUGIN, REGIONS, ARENA, SETTINGS)
+IDLE = Hook(
+    what="resets the prefix cache of an idle engine that gives way (`vramctl run --share`), on the engine's loop",
+    through=_HOOK,
+    places=(
+        Place("sglang.srt.managers.scheduler:Scheduler.on_idle", "0.5.16"),
+        Place("sglang.srt.managers.scheduler_runtime_checker_mixin:SchedulerRuntimeCheckerMixin.on_idle", "0.5.12", "0.5.12"),
+    ),
+    without="an idle engine's KV cache is kept when the engine gives way",
+)
+BATCH = Hook(
+    what="tells that the engine has requests (`vramctl run --share`)",
+    through=_HOOK,
+    places=(Place("sglang.srt.managers.scheduler:Scheduler.run_batch", "0.5.12"),),
+    without="an idle engine's KV cache is kept when the engine gives way",
+)
+FLUSH = Hook(
+    what="is called on the engine's loop (`vramctl run --share`)",
+    through=engines.READ,
+    places=(Place("sglang.srt.managers.scheduler:Scheduler.flush_cache", "0.5.12"),),
+    without="an idle engine's KV cache is kept when the engine gives way",
+)
+HOOKS = (PLUGIN, REGIONS, ARENA, IDLE, BATCH, FLUSH, SETTINGS)
 
 
 def install() -> None:
@@ -67,14 +89,19 @@ def install() -> None:
     registers = engines.defines(package, PLUGIN.places[0])
     if registers:
         when_imported(REGISTRY, _register)
-    found = engines.present(package, HOOKS)
+    found = engines.present(package, _hooks())
     engines.wrap_when_imported([(hook, place) for hook, place in found if not registers or hook.through != _HOOK])
     engines.tag_expert_buffers()
 
 
+def _hooks() -> tuple[Hook, ...]:
+    shares = prefix_cache.is_wanted()
+    return tuple(hook for hook in HOOKS if shares or hook not in (IDLE, BATCH))
+
+
 def _register(registry: Any) -> None:
     """Registers the hooks with SGLang, which applies them in each process after loading its plugins."""
-    through = tuple(hook for hook in HOOKS if hook.through == _HOOK)
+    through = tuple(hook for hook in _hooks() if hook.through == _HOOK)
     for hook, place in engines.present(importlib.import_module("sglang"), through):
         registry.HookRegistry.register(
             f"{place.module}.{place.path}",
@@ -112,6 +139,29 @@ def _commit_range(original: engines.Function, *arguments: Any, **keywords: Any) 
     # SGLang's saver never has this memory, so it is tagged whether the saver is on or off.
     with engines.if_possible(engines.thread_region(None if _hands_over_cache() else "kv_cache")):
         return original(*arguments, **keywords)
+
+
+#: The last request to reset the prefix cache.
+_asked: collections.deque[prefix_cache.Request] = collections.deque(maxlen=1)
+
+
+@engines.around(IDLE)
+def _on_idle(original: engines.Function, scheduler: Any) -> Any:
+    """SGLang's loop calls this over and over while it has nothing to do."""
+    done = original(scheduler)
+    # Several ranks must flush in the same round.
+    if vramctl._torch.required().distributed.get_world_size() == 1:
+        prefix_cache.serve(_asked.append)
+        prefix_cache.set_idle(True)
+        while _asked:
+            _asked.popleft().answer(lambda: scheduler.flush_cache(empty_cache=False))
+    return done
+
+
+@engines.around(BATCH)
+def _run_batch(original: engines.Function, *arguments: Any, **keywords: Any) -> Any:
+    prefix_cache.set_idle(False)
+    return original(*arguments, **keywords)
 
 
 def _settings() -> Any | None:

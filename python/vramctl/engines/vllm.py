@@ -13,7 +13,7 @@ from typing import Any
 import vramctl
 from vramctl import engines
 from vramctl._imports import when_imported
-from vramctl.engines import Hook, Place
+from vramctl.engines import Hook, Place, prefix_cache
 
 BACKENDS = "vllm.device_allocator.sleep_mode_backend"
 CUMEM = "vllm.device_allocator.cumem"
@@ -54,6 +54,29 @@ KV_CACHE = Hook(
     ),
     without="the KV cache keeps the process's tag",
 )
+_CORE = "vllm.v1.engine.core"
+INPUT = Hook(
+    what="resets the prefix cache of an idle engine that gives way (`vramctl run --share`), on the engine's loop",
+    through=engines.BY_NAME,
+    places=(Place(f"{_CORE}:EngineCoreProc._handle_client_request", "0.24"),),
+    without="an idle engine's KV cache is kept when the engine gives way",
+)
+LOOP = Hook(
+    what="tells whether the engine has requests (`vramctl run --share`)",
+    through=engines.BY_NAME,
+    places=(Place(f"{_CORE}:EngineCoreProc._process_input_queue", "0.24"),),
+    without="an idle engine's KV cache is kept when the engine gives way",
+)
+RESET = Hook(
+    what="is called on the engine's loop (`vramctl run --share`)",
+    through=engines.READ,
+    places=(
+        Place(f"{_CORE}:EngineCoreProc.has_work", "0.24"),
+        Place(f"{_CORE}:EngineCore.reset_prefix_cache", "0.24"),
+        Place("vllm.config.parallel:ParallelConfig.world_size", "0.24"),
+    ),
+    without="an idle engine's KV cache is kept when the engine gives way",
+)
 SETTINGS = Hook(
     what="reads the engine's settings",
     through=engines.READ,
@@ -69,7 +92,7 @@ SETTINGS = Hook(
     ),
     without="all memory keeps the process's tag",
 )
-HOOKS = (PLUGIN, BACKEND, ALLOCATOR, WEIGHTS, KV_CACHE, SETTINGS)
+HOOKS = (PLUGIN, BACKEND, ALLOCATOR, WEIGHTS, KV_CACHE, INPUT, LOOP, RESET, SETTINGS)
 
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger("vllm.vramctl")
@@ -85,7 +108,9 @@ def install() -> None:
     engines.leave_graph_buffers_unregistered()
     when_imported(BACKENDS, _register_backend)
     when_imported(CUMEM, _replace_allocator)
-    engines.wrap_when_imported(engines.present(importlib.import_module("vllm"), HOOKS))
+    shares = prefix_cache.is_wanted()
+    hooks = tuple(hook for hook in HOOKS if shares or hook not in (INPUT, LOOP))
+    engines.wrap_when_imported(engines.present(importlib.import_module("vllm"), hooks))
     engines.tag_expert_buffers()
 
 
@@ -93,6 +118,8 @@ def install() -> None:
 
 #: Whether vLLM's sleep mode is on and therefore does the tagging. Set when the weights are loaded.
 _own_mode = False
+#: Whether a worker has loaded its weights in this process.
+_has_worker = False
 
 
 @engines.around(WEIGHTS)
@@ -106,7 +133,8 @@ def _pool_context(original: engines.Function, worker: Any, tag: str) -> Any:
 
 
 def _prepare(worker: Any) -> None:
-    global _own_mode
+    global _own_mode, _has_worker
+    _has_worker = True
     engines.announce("vllm", tags_cache=engines.hooks_all(importlib.import_module("vllm"), KV_CACHE))
     config = worker.vllm_config
     model = config.model_config
@@ -167,6 +195,29 @@ def _connector() -> Any:
 def _connector_has_pool() -> bool:
     pool = getattr(_connector(), "get_mem_pool_context", None)
     return pool is not None and pool() is not None
+
+
+# ---- programs that share a GPU ----
+
+
+@engines.around(LOOP)
+def _process_input_queue(original: engines.Function, engine: Any) -> Any:
+    """vLLM calls this before each step. It returns when there is something to do."""
+    # With several workers, the KV cache is in other processes than this loop.
+    if _has_worker and engine.vllm_config.parallel_config.world_size == 1:
+        prefix_cache.serve(lambda request: engine.input_queue.put_nowait((request, None)))
+        prefix_cache.set_idle(not engine.has_work())
+    try:
+        return original(engine)
+    finally:
+        prefix_cache.set_idle(False)
+
+
+@engines.around(INPUT)
+def _handle_client_request(original: engines.Function, engine: Any, kind: Any, request: Any) -> Any:
+    if isinstance(kind, prefix_cache.Request):
+        return kind.answer(lambda: not engine.has_work() and engine.reset_prefix_cache())
+    return original(engine, kind, request)
 
 
 # ---- sleep mode ----

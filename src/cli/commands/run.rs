@@ -74,6 +74,9 @@ pub struct Args {
     /// With --share: an allocation fails after so many seconds in which nobody could give way [default: 30]
     #[arg(long, value_name = "SECONDS", requires = "share")]
     wait: Option<u32>,
+    /// With --share: keep the KV cache of an inference engine that gives way while it is idle
+    #[arg(long, requires = "share")]
+    keep_cache: bool,
     /// Run it in the background, in a session of its own; `vramctl logs` shows what it prints
     #[arg(long, short)]
     detach: bool,
@@ -310,6 +313,7 @@ fn environment(
         ("VRAMCTL_PRIORITY", args.priority.as_deref()),
         ("VRAMCTL_IDLE", idle.as_deref()),
         ("VRAMCTL_WAIT", wait.as_deref()),
+        ("VRAMCTL_KEEP_CACHE", args.keep_cache.then_some("1")),
         ("VRAMCTL_ON_PAUSE", args.on_pause.as_deref()),
         ("VRAMCTL_ON_RESUME", args.on_resume.as_deref()),
     ];

@@ -25,8 +25,10 @@ pub const FENCED: u32 = 1;
 pub const CLOSED: u32 = 2;
 /// Somebody wants to know whether a thread passes: the next one that does removes this.
 pub const WATCHED: u32 = 4;
+/// No thread has passed since this was set: the next one that does removes it.
+pub const STILL: u32 = 8;
 /// One permit: one call passes although the latch is closed, and takes the permit away. The bits from this one on count the permits.
-pub const PERMIT: u32 = 8;
+pub const PERMIT: u32 = 16;
 
 /// What a thread is doing.
 #[derive(Debug)]
@@ -138,13 +140,13 @@ impl ThreadMark {
             sync::fence(Ordering::SeqCst);
             let seen = latch.0.load(Ordering::Acquire);
             if seen & CLOSED == 0 {
-                if seen & WATCHED != 0 {
-                    latch.note();
+                if seen & (WATCHED | STILL) != 0 {
+                    latch.note_passage();
                 }
                 return self.inside.store(call | ADMITTED, Ordering::Release);
             }
             if seen >= PERMIT {
-                if latch.0.compare_exchange(seen, (seen & !WATCHED) - PERMIT, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
+                if latch.0.compare_exchange(seen, (seen & !(WATCHED | STILL)) - PERMIT, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
                     return self.inside.store(call | ADMITTED, Ordering::Release);
                 }
                 continue;
@@ -204,7 +206,7 @@ impl Latch {
 
     /// Opens it.
     pub fn open(&self) {
-        self.0.fetch_and(FENCED | WATCHED, Ordering::SeqCst);
+        self.0.fetch_and(FENCED | WATCHED | STILL, Ordering::SeqCst);
         sync::wake(&self.0);
     }
 
@@ -232,6 +234,23 @@ impl Latch {
     /// Has the next [`watch`](Self::watch) find that a thread has passed.
     pub fn note(&self) {
         self.0.fetch_and(!WATCHED, Ordering::Relaxed);
+    }
+
+    /// A thread passes.
+    #[cold]
+    fn note_passage(&self) {
+        self.0.fetch_and(!(WATCHED | STILL), Ordering::SeqCst);
+    }
+
+    /// Has [`is_still`](Self::is_still) say from now on whether a thread has passed since. Called by a closer that has found nobody inside.
+    pub fn begin_stillness(&self) {
+        self.0.fetch_or(STILL, Ordering::SeqCst);
+    }
+
+    /// Whether no thread has passed since the last [`begin_stillness`](Self::begin_stillness). A closer that has found nobody inside knows for
+    /// sure; for others, it may just have changed.
+    pub fn is_still(&self) -> bool {
+        self.0.load(Ordering::SeqCst) & STILL != 0
     }
 
     /// Whether it is closed.

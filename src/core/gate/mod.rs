@@ -238,6 +238,24 @@ pub fn idle_for() -> Duration {
     since.map_or(Duration::ZERO, |since| since.elapsed())
 }
 
+/// Has [`is_still`] say from now on whether a call has passed since. `false`: a call is inside, or somebody else has the gate closed.
+pub fn begin_stillness() -> bool {
+    /// How long calls may take to end. Longer ones wait for something.
+    const CALLS: Duration = Duration::from_millis(1);
+    let Some(closed) = close_for_a_moment() else { return false };
+    let is_empty = closed.wait_until_empty(Instant::now() + CALLS, &mut || true).is_ok();
+    if is_empty {
+        LATCH.begin_stillness();
+    }
+    is_empty
+}
+
+/// Whether no call has passed since the last [`begin_stillness`]. Sure if the gate is closed and nobody is inside; else, this may just have
+/// changed.
+pub fn is_still() -> bool {
+    LATCH.is_still()
+}
+
 /// Something counts as a call that does not pass.
 pub fn note_call() {
     LATCH.note();
@@ -505,6 +523,33 @@ mod tests {
         call(|| call(|| ()));
         assert!(enter(&CALL).is_some(), "and passes again as if nothing were");
         assert_eq!(idle_for(), Duration::ZERO);
+    }
+
+    #[test]
+    fn a_call_breaks_the_stillness_however_it_passes() {
+        let _turn = turn();
+        call(|| ());
+        assert!(begin_stillness());
+        note_call();
+        idle_for();
+        drop(close_soon());
+        assert!(is_still(), "nothing has passed");
+        call(|| ());
+        assert!(!is_still());
+        assert!(!call(begin_stillness), "a call is inside");
+
+        let closed = close_soon();
+        assert!(!begin_stillness(), "somebody else has the gate closed");
+        closed.keep();
+        assert!(begin_stillness(), "it is held");
+        let closed = close_soon();
+        let thread = thread::spawn(|| call(|| ()));
+        closed.admit(1, Duration::from_secs(100));
+        thread.join().unwrap();
+        assert!(!is_still(), "it was let pass");
+        drop(closed);
+        let_go(|| false);
+        assert!(!is_held());
     }
 
     #[test]

@@ -362,6 +362,38 @@ fn an_admitted_call_is_seen() {
     });
 }
 
+/// A closer begins a stillness. A later closer that finds it unbroken knows that nobody has worked in between.
+#[test]
+fn who_passes_breaks_the_stillness() {
+    explore(|| {
+        let program = Program::new(OPEN);
+        let worked = Arc::new(AtomicUsize::new(0));
+        let threads = [0, 1].map(|thread| {
+            let worked = Arc::clone(&worked);
+            spawn(&program, move |program| program.call(thread, || _ = worked.fetch_add(1, Ordering::Relaxed)))
+        });
+        let is_empty = || program.marks.iter().all(|mark| mark.call().is_none());
+        let moment = program.close_for(Purpose::Moment);
+        let begun = is_empty();
+        if begun {
+            program.latch.begin_stillness();
+        }
+        let before = worked.load(Ordering::Relaxed);
+        drop(moment);
+        let closed = program.close();
+        if begun && is_empty() && program.latch.is_still() {
+            assert_eq!(worked.load(Ordering::Relaxed), before);
+        }
+        drop(closed);
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        if worked.load(Ordering::Relaxed) > before {
+            assert!(!begun || !program.latch.is_still());
+        }
+    });
+}
+
 /// Two closers, one after the other.
 #[test]
 fn one_closer_at_a_time() {

@@ -2,7 +2,7 @@
 
 use super::Pause;
 use super::choose::Chosen;
-use super::contents::policy_for;
+use super::contents::{may_be_forgotten, policy_for};
 use crate::engine;
 use crate::memory::{Allocation, Memory, PausedBy};
 use std::cmp::Reverse;
@@ -25,9 +25,11 @@ impl Memory {
         let (mut here, mut away) = (BTreeMap::<_, Counts>::new(), BTreeMap::<_, Counts>::new());
         for allocation in &self.registry.all() {
             let (into, class) = match () {
-                () if is_free_to_take(allocation) => (&mut here, class_of(&pause, allocation)),
+                () if !is_free_to_take(allocation) && !is_taken(allocation) => continue,
                 () if is_taken(allocation) => (&mut away, class_of_taken(allocation)),
-                () => continue,
+                // The scheduler asks the engine before it takes anything.
+                () if may_be_forgotten(&pause, allocation) => (&mut here, Class::Discardable),
+                () => (&mut here, class_of(&pause, allocation)),
             };
             *into.entry(allocation.device).or_default().entry((class, allocation.bytes() as u64)).or_default() += 1;
         }

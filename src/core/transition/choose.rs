@@ -1,6 +1,6 @@
 //! What a request selects, and what protects memory from being taken.
 
-use super::contents::{may_hold_cache, policy_for};
+use super::contents::{is_forgotten, may_hold_cache, policy_for};
 use super::{Pause, Resume};
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, PausedBy};
@@ -88,7 +88,9 @@ impl Chosen {
     /// Refuses to drop contents that the engine's prefix cache describes: the engine would silently answer from zeros.
     pub(super) fn spare_prefix_cache(&self, pause: &Pause) -> Result<(), Error> {
         let Some(engine) = &pause.engine else { return Ok(()) };
-        let lost = self.active.iter().any(|one| may_hold_cache(&one.tag) && policy_for(pause, one) == Policy::Discard);
+        let is_lost =
+            |one: &Arc<Allocation>| may_hold_cache(&one.tag) && policy_for(pause, one) == Policy::Discard && !is_forgotten(pause, one);
+        let lost = self.active.iter().any(is_lost);
         if lost { Err(Error::PrefixCache(engine.clone())) } else { Ok(()) }
     }
 

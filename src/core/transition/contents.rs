@@ -1,8 +1,8 @@
 //! Which contents a pause keeps, and where.
 
 use super::Pause;
-use crate::engine;
 use crate::memory::Allocation;
+use crate::{engine, prefix_cache};
 use std::ops::Range;
 use vramctl_backup as backup;
 use vramctl_config::CpuBackupBackend;
@@ -12,14 +12,32 @@ use vramctl_model::{Policy, Span};
 pub(super) fn policy_for(pause: &Pause, allocation: &Allocation) -> Policy {
     let options = &pause.request.options;
     let policy = options.backups.get(&*allocation.tag).copied().unwrap_or(options.backup).unwrap_or(allocation.backup);
-    // A scheduler does not ask the engine to reset its prefix cache.
+    if is_forgotten(pause, allocation) {
+        return Policy::Discard;
+    }
     let is_described = policy == Policy::Discard && pause.request.amounts.is_some() && pause.engine.is_some();
     if is_described && may_hold_cache(&allocation.tag) { Policy::Host } else { policy }
 }
 
+const KV_CACHE: &str = "kv_cache";
+
+/// Whether this is a scheduler's pause, before which the engine has reset the prefix cache that described this. A pause that has closed the gate
+/// knows that for sure.
+pub(super) fn is_forgotten(pause: &Pause, allocation: &Allocation) -> bool {
+    is_kv_cache(pause, allocation) && prefix_cache::is_reset()
+}
+
+/// Whether it would probably be so if the engine were asked.
+pub(super) fn may_be_forgotten(pause: &Pause, allocation: &Allocation) -> bool {
+    is_kv_cache(pause, allocation) && prefix_cache::may_be_reset()
+}
+
+fn is_kv_cache(pause: &Pause, allocation: &Allocation) -> bool {
+    pause.request.amounts.is_some() && pause.engine.is_some() && &*allocation.tag == KV_CACHE
+}
+
 /// Whether the KV cache of this process's engine may be in the memory of a tag.
 pub(super) fn may_hold_cache(tag: &str) -> bool {
-    const KV_CACHE: &str = "kv_cache";
     // Unless the engine's adapter has said that it tags all of it (not in an unknown version), the cache may be in everything else.
     if engine::tags_cache() { tag == KV_CACHE } else { !["weights", "cuda_graph"].contains(&tag) }
 }

@@ -1,7 +1,7 @@
 //! A pause: wait, save, unmap, release.
 
 use super::choose::{Chosen, refuse_if_still_lent};
-use super::contents::{policy_for, wanted_of};
+use super::contents::{is_forgotten, policy_for, wanted_of};
 use super::hand_over::{HandOver, release};
 use super::prepared::{Failed, Preparation, Prepared, complete};
 use super::{Clock, Pause, TAKEN_BACK_WITHIN, WAIT_LOCKED, busy_since, flow_of, hold, milliseconds, tags_text, unfinished, unless_ending};
@@ -94,6 +94,10 @@ impl Memory {
         let mut chosen = self.choose_settled(&request.selection)?;
         chosen.take_amounts(pause)?;
         chosen.spare_prefix_cache(pause)?;
+        // Only then is it sure that no call has put anything there since.
+        if !gate::is_held() && chosen.active.iter().any(|allocation| is_forgotten(pause, allocation)) {
+            return Err(Error::PrefixCache(pause.engine.clone().unwrap_or_default()).into());
+        }
         chosen.spare_registered(request)?;
         refuse_if_lent(&chosen.active, &request.participants)?;
         let Chosen { all, active: victims, paused: already } = chosen;

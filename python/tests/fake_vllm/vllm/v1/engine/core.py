@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import enum
+import queue
+import time
+import types
+import zlib
+from typing import Any
+
+from torch.cuda.memory import runtime
+from vllm.v1.worker.gpu_worker import Worker
+
+BLOCK = 2 << 20
+#: How long a step takes.
+STEP_S = 0.003
+
+
+class EngineCoreRequestType(enum.Enum):
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    UTILITY = b"\x03"
+    WAKEUP = b"\x05"
+
+
+class Request:
+    def __init__(self, prompt: str, max_tokens: int) -> None:
+        self.prompt, self.max_tokens, self.made = prompt, max_tokens, 0
+        self.blocks: list[int] = []
+        self.outputs: queue.Queue[int | None] = queue.Queue()
+
+
+def first(weights: bytes, prompt: str) -> bytes:
+    """What a prompt leaves in the KV cache."""
+    return zlib.crc32(prompt.encode(), zlib.crc32(weights)).to_bytes(4, "little")
+
+
+def after(state: bytes) -> bytes:
+    """What a token leaves there."""
+    return zlib.crc32(state).to_bytes(4, "little")
+
+
+class Scheduler:
+    """Requests and blocks."""
+
+    def __init__(self, blocks: int) -> None:
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.free = list(range(blocks))
+        self.blocks = blocks
+        #: Blocks by their prompts. They are free as well: reused when no others are left.
+        self.cached: dict[str, int] = {}
+        self.hits = self.resets = 0
+
+    def has_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def take(self) -> int:
+        block = self.free.pop(0)
+        self.cached = {prompt: its for prompt, its in self.cached.items() if its != block}
+        return block
+
+    def finish(self, request: Request) -> None:
+        self.running.remove(request)
+        self.free += request.blocks
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        if len(self.free) < self.blocks:
+            return False
+        self.cached.clear()
+        self.resets += 1
+        return True
+
+
+class EngineCore:
+    def __init__(self, weights: bytes, cache: int) -> None:
+        parallel = types.SimpleNamespace(world_size=1, tensor_parallel_size=1)
+        model = types.SimpleNamespace(enable_sleep_mode=False, enable_cumem_allocator=False)
+        self.vllm_config = types.SimpleNamespace(model_config=model, parallel_config=parallel)
+        self.worker = Worker(self.vllm_config)
+        self.worker.load_model(weights)
+        self.worker.initialize_cache(cache)
+        self.scheduler = Scheduler(cache // BLOCK)
+
+    def address(self, block: int) -> int:
+        return self.worker.cache.data_ptr() + block * BLOCK
+
+    def add_request(self, request: Request, request_wave: int = 0) -> None:
+        self.scheduler.waiting.append(request)
+
+    def step(self) -> None:
+        scheduler, cuda = self.scheduler, runtime()
+        while scheduler.waiting:
+            scheduler.running.append(scheduler.waiting.pop(0))
+        for request in list(scheduler.running):
+            if not request.blocks:
+                hit = scheduler.cached.get(request.prompt)
+                if hit is not None and hit in scheduler.free:
+                    scheduler.hits += 1
+                    scheduler.free.remove(hit)
+                    request.blocks.append(hit)
+                else:
+                    request.blocks.append(scheduler.take())
+                    cuda.write(self.address(request.blocks[0]), first(self.worker.weights.tobytes(), request.prompt))
+                scheduler.cached[request.prompt] = request.blocks[0]
+                request.blocks.append(scheduler.take())
+                cuda.write(self.address(request.blocks[1]), cuda.read(self.address(request.blocks[0]), 4))
+            token = after(cuda.read(self.address(request.blocks[1]), 4))
+            cuda.write(self.address(request.blocks[1]), token)
+            request.outputs.put(int.from_bytes(token, "little"))
+            request.made += 1
+            if request.made == request.max_tokens:
+                scheduler.finish(request)
+                request.outputs.put(None)
+        time.sleep(STEP_S)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
+
+
+class EngineCoreProc(EngineCore):
+    def __init__(self, weights: bytes, cache: int) -> None:
+        super().__init__(weights, cache)
+        self.input_queue = queue.Queue[tuple[EngineCoreRequestType, Any]]()
+        self.engines_running = False
+        self.batch_queue = None
+        self.process_input_queue_block = True
+
+    def has_work(self) -> bool:
+        return self.engines_running or self.scheduler.has_requests() or bool(self.batch_queue)
+
+    def is_running(self) -> bool:
+        return True
+
+    def run_busy_loop(self) -> None:
+        while self.is_running():
+            self._process_input_queue()
+            self._process_engine_step()
+
+    def _process_input_queue(self) -> None:
+        while not self.has_work() and self.is_running():
+            block = self.process_input_queue_block
+            try:
+                req = self.input_queue.get(block=block)
+                self._handle_client_request(*req)
+            except queue.Empty:
+                break
+            if not block:
+                break
+        while not self.input_queue.empty():
+            req = self.input_queue.get_nowait()
+            self._handle_client_request(*req)
+
+    def _process_engine_step(self) -> None:
+        self.step()
+
+    def _handle_client_request(self, request_type: EngineCoreRequestType, request: Any) -> None:
+        if request_type == EngineCoreRequestType.WAKEUP:
+            return
+        if request_type == EngineCoreRequestType.ADD:
+            self.add_request(*request)
+        elif request_type == EngineCoreRequestType.UTILITY:
+            method, arguments = request
+            getattr(self, method)(*arguments)
+        else:
+            raise AssertionError(f"Unrecognized input request type encountered: {request_type}")
+
+    def stall(self, seconds: float) -> None:
+        """Keeps the loop from all else, without the GPU."""
+        time.sleep(seconds)
