@@ -33,6 +33,11 @@ impl Gpus {
         self.numbers.get(uuid).copied()
     }
 
+    /// Bytes by the GPUs' UUIDs.
+    pub fn named(&self, bytes: &PerGpu) -> BTreeMap<String, u64> {
+        self.numbers.iter().filter_map(|(uuid, number)| Some((uuid.clone(), *bytes.get(number)?))).collect()
+    }
+
     /// Bytes of a GPU: free, and all.
     pub fn free_and_all(&self, number: GpuId) -> [u64; 2] {
         let card = self.cards.iter().find(|card| self.number(&card.uuid) == Some(number));

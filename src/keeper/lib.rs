@@ -4,7 +4,8 @@
 //! directory of control sockets has the *office* (`office`): it is the scheduler. It connects to each program that shares, the *members*
 //! (`member`), and translates: what they say and hold becomes events of the pure policy (`vramctl-scheduler`), and the policy's actions
 //! become orders to members, and pauses, resumes and swaps of the coordinator (`change`). If it dies or stands still, another keeper takes the
-//! office, with the next *epoch*, and asks all members again; members refuse what a scheduler of an older epoch asks for.
+//! office, with the next *epoch*, and asks all members again, which have kept what the last one left with them (`memo`); members refuse what a
+//! scheduler of an older epoch asks for.
 
 mod books;
 mod change;
@@ -12,6 +13,7 @@ mod growth;
 mod keep;
 mod leave;
 mod member;
+mod memo;
 mod news;
 mod node;
 mod office;

@@ -1,6 +1,8 @@
 //! A member, as the scheduler has it: its connection, and what it said last.
 
+use crate::memo::Memo;
 use crate::news::News;
+use std::collections::BTreeSet;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::Sender;
@@ -9,7 +11,7 @@ use std::time::Duration;
 use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, Reply, Request};
 use vramctl_model::{MemberState, Order};
-use vramctl_scheduler::ProgramId;
+use vramctl_scheduler::{ProgramId, Settings};
 
 /// A member that has said how it is.
 #[derive(Debug)]
@@ -20,6 +22,11 @@ pub struct Member {
     pub state: MemberState,
     /// Whether somebody else than the scheduler holds it, as of the last look.
     pub paused: bool,
+    /// What the policy was told last of how it shares, and of those that have its memory open or the other way round.
+    pub settings: Settings,
+    pub partners: BTreeSet<ProgramId>,
+    /// What was left with it last for the next scheduler, and when.
+    pub memo: Option<(Memo, Duration)>,
     /// The connection.
     pub line: Line,
 }

@@ -4,6 +4,7 @@ use crate::books::Gpus;
 use crate::change::{Ended, Task};
 use crate::growth::Growth;
 use crate::member::{Line, Member};
+use crate::memo::Memo;
 use crate::news::News;
 use crate::office::Office;
 use crate::totals::{Totals, Waiting};
@@ -124,6 +125,7 @@ impl Node {
                 beat = Instant::now();
                 self.members.values_mut().for_each(|member| member.line.order(Order::Beat));
                 self.say_why();
+                self.leave_memos(true);
                 if limits::spare_bytes() == 0 {
                     self.drop_copies(&BTreeSet::new());
                 }
@@ -216,15 +218,17 @@ impl Node {
         self.next_program += 1;
         let next_job = JobId(self.jobs.len() as u64);
         let job = status.process.job.clone().map(|job| *self.jobs.entry(job).or_insert(next_job));
-        let memory = self.gpus.memory(pid, self.holdings.entry(pid).or_default(), self.peaks.entry(pid).or_default());
         let paused = is_paused_by_others(&state, status);
-        let partners = status.memory.borrowed.iter().filter_map(|open| self.members.get(&open.owner)).map(|owner| owner.program).collect();
+        let memo = Memo::read(state.remembered.as_ref());
+        let peaks = memo.peaks.iter().filter_map(|(uuid, bytes)| Some((self.gpus.number(uuid)?, *bytes))).collect();
+        let memory = self.gpus.memory(pid, self.holdings.entry(pid).or_default(), self.peaks.entry(pid).or_insert(peaks));
+        let settings = settings(&state, status);
         let report = Report {
             program,
             job,
-            partners,
+            partners: BTreeSet::new(),
             several_nodes: false,
-            settings: settings(&state),
+            settings: settings.clone(),
             memory,
             held: state.away,
             paused,
@@ -232,16 +236,16 @@ impl Node {
             activity: state.idle_ms.map_or(Activity::Busy, |idle| Activity::Idle(Duration::from_millis(idle))),
             called: state.calls_wait_ms.map(Duration::from_millis),
             asks,
-            turn: None,
-            backoff: None,
+            remembered: memo.remembered,
         };
         self.programs.insert(program, pid);
         let mut line = line;
         line.order(Order::Beat);
         line.order(Order::AskFirst { gpus: self.asks_first.iter().cloned().collect() });
-        self.members.insert(pid, Member { program, state, paused, line });
+        self.members.insert(pid, Member { program, state, paused, settings, partners: BTreeSet::new(), memo: None, line });
         self.learn_of_gpus();
         self.step(Event::Joined(Box::new(report)));
+        self.learn_of_members();
     }
 
     fn asked(&mut self, pid: u32, want: &vramctl_model::Want) -> Option<Asked> {
@@ -253,7 +257,6 @@ impl Node {
             ask: AskId(want.ticket),
             room: [(gpu, bytes)].into(),
             waited: Duration::from_millis(want.waits_ms),
-            unserved: Duration::ZERO,
             granted: want.tries,
         })
     }
@@ -314,9 +317,7 @@ impl Node {
         if old.captures != new.captures {
             self.step(Event::Capturing(program, new.captures));
         }
-        if settings(&old) != settings(new) {
-            self.step(Event::Settings(program, settings(new)));
-        }
+        self.learn_of_members();
         if old.idle_ms != new.idle_ms
             && let Some(idle) = new.idle_ms
         {
@@ -333,6 +334,7 @@ impl Node {
         self.gpus.look();
         self.ask_all();
         self.learn_of_gpus();
+        self.learn_of_members();
         let moving: BTreeSet<_> = self.moving.values().flatten().copied().collect();
         let at_rest: Vec<_> = self
             .members
@@ -389,6 +391,36 @@ impl Node {
         self.step(Event::Host { room: taken.saturating_add(limits::spare_bytes()), files: 0 });
     }
 
+    /// Limits, which members have once they use a GPU, and who has whose memory open.
+    fn learn_of_members(&mut self) {
+        let mut partners = BTreeMap::<u32, BTreeSet<u32>>::new();
+        for pid in self.members.keys() {
+            let borrowed = self.statuses.get(pid).map_or(&[][..], |status| &status.memory.borrowed);
+            for owner in borrowed.iter().map(|open| open.owner).filter(|owner| owner != pid && self.members.contains_key(owner)) {
+                partners.entry(*pid).or_default().insert(owner);
+                partners.entry(owner).or_default().insert(*pid);
+            }
+        }
+        let programs: BTreeMap<_, _> = self.members.iter().map(|(pid, member)| (*pid, member.program)).collect();
+        let mut events = Vec::new();
+        for (pid, member) in &mut self.members {
+            let Some(status) = self.statuses.get(pid) else { continue };
+            let settings = settings(&member.state, status);
+            if member.settings != settings {
+                member.settings.clone_from(&settings);
+                events.push(Event::Settings(member.program, settings));
+            }
+            let partners: BTreeSet<_> = partners.remove(pid).unwrap_or_default().iter().map(|other| programs[other]).collect();
+            if member.partners != partners {
+                member.partners.clone_from(&partners);
+                events.push(Event::Tied(member.program, partners));
+            }
+        }
+        for event in events {
+            self.step(event);
+        }
+    }
+
     // What the policy says.
 
     fn step(&mut self, event: Event) {
@@ -398,6 +430,22 @@ impl Node {
             self.act(action);
         }
         self.keep_promises();
+        self.leave_memos(false);
+    }
+
+    /// Leaves with each member what the next scheduler is to know of it. `in_full`: also for how long its requests have not been served.
+    fn leave_memos(&mut self, in_full: bool) {
+        let now = self.now();
+        for (pid, member) in &mut self.members {
+            let Some(remembered) = self.state.remembered(now, member.program) else { continue };
+            let memo = Memo { remembered, peaks: self.peaks.get(pid).map(|peaks| self.gpus.named(peaks)).unwrap_or_default() };
+            let left = member.memo.as_ref().map(|(left, at)| left.clone().after(now.saturating_sub(*at)));
+            let is_news = left.is_none_or(|left| if in_full { left != memo } else { left.differs(&memo) });
+            if is_news {
+                member.line.order(Order::Remember { what: memo.written() });
+                member.memo = Some((memo, now));
+            }
+        }
     }
 
     fn act(&mut self, action: Action) {
@@ -539,6 +587,7 @@ impl Node {
             now.push((program, self.memory_of(pid), held));
         }
         self.learn_of_gpus();
+        self.learn_of_members();
         self.step(Event::Done { change, outcome, programs: now });
     }
 
@@ -624,7 +673,6 @@ impl Node {
 
 fn refused(why: Refusal) -> String {
     match why {
-        Refusal::Limit => "it is above the program's limit".into(),
         Refusal::NeverFits => "the GPU is too small".into(),
         Refusal::Unserved(time) => format!("nobody could give way for {} s", time.as_secs()),
     }
@@ -651,9 +699,10 @@ fn key(why: Why) -> &'static str {
     }
 }
 
-fn settings(state: &MemberState) -> Settings {
+fn settings(state: &MemberState, status: &ProcessStatus) -> Settings {
+    let limit = status.memory.devices.iter().filter_map(|device| device.limit_bytes).max();
     let [idle, wait] = [state.gives_back_after_ms, state.waits_for_ms].map(|time| time.map(Duration::from_millis));
-    Settings { priority: priority(state.priority), limit: None, idle, wait }
+    Settings { priority: priority(state.priority), limit, idle, wait }
 }
 
 fn priority(given: SharePriority) -> Priority {

@@ -37,7 +37,7 @@ pub use failure::{Failure, StatusCode, code};
 pub use holder::{Borrowed, Holder, Lent};
 pub use kind::{Kind, Surface};
 pub use limit::{Limit, OverLimit, Share, Shown};
-pub use member::{Amount, Amounts, Class, Holdings, MemberState, Order, SharePriority, Sharing, Want};
+pub use member::{Amount, Amounts, Class, Holdings, MemberState, Order, Remembered, SharePriority, Sharing, Want};
 pub use obstacle::{GpuUse, Obstacle, ObstacleKind};
 pub use plan::{GpuPlan, HandOver, HostRoom, Moving, Plan, TagPlan};
 pub use policy::{DEFAULT_TAG, LONGEST_TAG, Policy, Registered, checked_name, checked_tag};

@@ -31,6 +31,18 @@ pub struct MemberState {
     /// Requests for memory that wait for room, the oldest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub wants: Vec<Want>,
+    /// What the last scheduler has left for the next one. Only in the first line of a connection.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remembered: Option<Remembered>,
+}
+
+/// What a scheduler has left with a member for the next one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Remembered {
+    /// In the scheduler's own words.
+    pub what: String,
+    /// How many milliseconds ago.
+    pub ago_ms: u64,
 }
 
 /// Who gives way to whom.
@@ -160,6 +172,11 @@ pub enum Order {
     Waits {
         /// In words.
         why: String,
+    },
+    /// Keep this for the next scheduler, in place of what was left before.
+    Remember {
+        /// In the scheduler's own words.
+        what: String,
     },
     /// Host memory is short: give up copies of what is on a GPU.
     DropCopies,

@@ -91,8 +91,6 @@ pub enum Why {
 /// Why a request fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Refusal {
-    /// The program's limit.
-    Limit,
     /// The GPU is too small.
     NeverFits,
     /// Nobody could give way for so long.

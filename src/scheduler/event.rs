@@ -2,6 +2,7 @@
 
 use crate::ids::{AskId, ChangeId, GpuId, JobId, Priority, ProgramId};
 use crate::memory::{Memory, PerGpu};
+use crate::state::Remembered;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -11,7 +12,7 @@ use std::time::Duration;
 pub struct Settings {
     /// Its priority.
     pub priority: Priority,
-    /// The most bytes on each GPU.
+    /// The most bytes on each GPU. The program keeps to it by itself.
     pub limit: Option<u64>,
     /// Idle for so long, the program gives its memory back even if nobody asks.
     pub idle: Option<Duration>,
@@ -39,8 +40,6 @@ pub struct Asked {
     pub room: PerGpu,
     /// How long it has been waiting.
     pub waited: Duration,
-    /// For how long of that nobody could give way.
-    pub unserved: Duration,
     /// Whether it has been granted and the memory is about to be taken.
     pub granted: bool,
 }
@@ -73,10 +72,8 @@ pub struct Report {
     pub called: Option<Duration>,
     /// What it asks for.
     pub asks: Vec<Asked>,
-    /// How long its turn has lasted, and how long it still lasts.
-    pub turn: Option<(Duration, Duration)>,
-    /// How long it is still left alone after it did not drain, and for how long after the next time.
-    pub backoff: Option<(Duration, Duration)>,
+    /// What the last scheduler has left with it.
+    pub remembered: Remembered,
 }
 
 /// How a change ended.
@@ -115,10 +112,8 @@ pub enum Event {
     Joined(Box<Report>),
     /// A program has ended.
     Left(ProgramId),
-    /// These have each other's memory open.
-    Together(BTreeSet<ProgramId>),
-    /// It has closed others' memory, and others have closed its own.
-    Apart(ProgramId),
+    /// These, and no others, have its memory open, or it has theirs.
+    Tied(ProgramId, BTreeSet<ProgramId>),
     /// Its memory has changed, other than by a request or a change of places.
     Memory {
         /// Whose.

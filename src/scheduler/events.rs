@@ -5,7 +5,7 @@ use crate::event::{Activity, Asked, Event, Outcome, Report};
 use crate::ids::{AskId, ChangeId, GangId, GpuId, JobId, ProgramId};
 use crate::memory::{Memory, PerGpu};
 use crate::policy::Policy;
-use crate::state::{Ask, Backoff, Gang, Gpu, Host, Program, State, Turn, Underway, Works};
+use crate::state::{Ask, Backoff, Gang, Gpu, Host, Program, Remembered, State, Turn, Underway, Works};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -22,8 +22,7 @@ impl State {
             Event::Ready => self.ready = true,
             Event::Joined(report) => self.join(*report),
             Event::Left(program) => self.leave(program),
-            Event::Together(programs) => self.tie(&programs),
-            Event::Apart(program) => self.untie(program),
+            Event::Tied(program, partners) => self.tie(program, partners),
             Event::Memory { program, gpu, memory } => self.set_memory(program, gpu, memory),
             Event::Asks { program, ask, room } => {
                 let asked = Ask { room, since: now, unserved: Duration::ZERO, granted: false };
@@ -57,10 +56,17 @@ impl State {
         let (now, id) = (self.now, report.program);
         self.leave(id);
         let gang = GangId(id.0);
-        let turn = report.turn.map_or((now, now), |(lasted, lasts)| (now.saturating_sub(lasted), now + lasts));
-        let backoff = report.backoff.map_or_else(Backoff::default, |(left, next)| Backoff { until: now + left, next });
+        let Remembered { held, turn: (lasted, lasts, class), backoff: (left, next), paces, unserved } = report.remembered;
+        // It has come in, and the last scheduler did not live to see it.
+        let has_arrived = held && !report.held;
+        let turn = if has_arrived {
+            Turn { since: now, until: now + self.policy.slice, class }
+        } else {
+            Turn { since: now.saturating_sub(lasted), until: now + lasts, class }
+        };
         let of_job = self.of_job(report.job);
-        let asks = report.asks.into_iter().map(|Asked { ask, room, waited, unserved, granted }| {
+        let asks = report.asks.into_iter().map(|Asked { ask, room, waited, granted }| {
+            let unserved = unserved.get(&ask).copied().unwrap_or_default();
             (ask, Ask { room, since: now.saturating_sub(waited), unserved, granted })
         });
         let touched: BTreeSet<_> = report.partners.iter().copied().chain(of_job).chain([id]).collect();
@@ -74,12 +80,12 @@ impl State {
             capturing: report.capturing,
             works: Works::known(now, report.activity, false),
             watched: None,
-            backoff,
+            backoff: Backoff { until: now + left, next },
+            paces,
             called: report.called.map(|waited| now.saturating_sub(waited)),
             asks: asks.collect(),
             settings: report.settings,
         };
-        let turn = Turn { since: turn.0, until: turn.1, class: program.settings.priority };
         self.gangs.insert(gang, Gang { programs: [(id, program)].into(), turn, ..Gang::default() });
         self.gang_of.insert(id, gang);
         self.regroup(&touched);
@@ -114,22 +120,16 @@ impl State {
         self.regroup(&rest);
     }
 
-    fn tie(&mut self, programs: &BTreeSet<ProgramId>) {
-        for &program in programs {
-            self.with(program, |one| one.partners.extend(programs.iter().filter(|other| **other != program)));
+    fn tie(&mut self, program: ProgramId, partners: BTreeSet<ProgramId>) {
+        let Some(one) = self.program(program) else { return };
+        let before = std::mem::replace(&mut one.partners, partners.clone());
+        for other in before.difference(&partners) {
+            self.with(*other, |one| _ = one.partners.remove(&program));
         }
-        self.regroup(programs);
-    }
-
-    fn untie(&mut self, program: ProgramId) {
-        let Some(id) = self.gang(program) else { return };
-        for (&other, one) in &mut self.gangs.get_mut(&id).expect("each program's gang exists").programs {
-            if other == program {
-                one.partners.clear();
-            }
-            one.partners.remove(&program);
+        for other in &partners {
+            self.with(*other, |one| _ = one.partners.insert(program));
         }
-        self.regroup(&[program].into());
+        self.regroup(&before.into_iter().chain(partners).chain([program]).collect());
     }
 
     fn set_memories(&mut self, program: ProgramId, memory: PerGpu<Memory>) {
@@ -265,7 +265,8 @@ impl Gang {
     /// that asks for more in its turn gets as much longer.
     fn begin_turn(&mut self, underway: &Underway, arrived: bool, policy: &Policy, now: Duration) {
         let took = now.saturating_sub(underway.began);
-        let cost = if arrived { &mut self.coming } else { &mut self.growing }.cost(took, underway.expected);
+        let pace = |one: &mut Program| if arrived { &mut one.paces.coming } else { &mut one.paces.growing }.cost(took, underway.expected);
+        let cost = self.programs.values_mut().map(pace).max().unwrap_or_default();
         self.retry = Backoff::default();
         if arrived {
             self.turn.since = now;

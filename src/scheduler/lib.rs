@@ -51,5 +51,5 @@ pub use event::{Activity, Asked, Event, Outcome, Report, Settings};
 pub use ids::{AskId, ChangeId, GangId, GpuId, JobId, Priority, ProgramId};
 pub use memory::{Class, Holdings, Memory, PerGpu};
 pub use policy::Policy;
-pub use state::{Books, Remembered, State};
+pub use state::{Books, Paces, Remembered, State};
 pub use step::Step;

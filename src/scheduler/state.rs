@@ -5,6 +5,7 @@ use crate::event::Settings;
 use crate::ids::{AskId, ChangeId, GangId, GpuId, JobId, Priority, ProgramId};
 use crate::memory::{Memory, PerGpu};
 use crate::policy::Policy;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -30,15 +31,29 @@ pub struct State {
     pub(crate) ties: Vec<BTreeSet<ProgramId>>,
 }
 
-/// What the next scheduler wants to know of a program beside what the program knows itself.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+/// What the next scheduler wants to know of a program beside what the program knows itself. The caller leaves it with the program, and gives it back
+/// in the program's [`crate::Report`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Remembered {
-    /// As [`crate::Report::turn`].
-    pub turn: (Duration, Duration),
-    /// As [`crate::Report::backoff`].
+    /// Whether the scheduler's pause holds it.
+    pub held: bool,
+    /// How long its turn has lasted, how long it still lasts, and the priority that it was chosen with.
+    pub turn: (Duration, Duration, Priority),
+    /// How long it is still left alone after it did not drain, and for how long after the next time.
     pub backoff: (Duration, Duration),
-    /// As [`crate::Asked::unserved`].
+    /// What its changes took.
+    pub paces: Paces,
+    /// For how long nobody could give way to each of its requests.
     pub unserved: BTreeMap<AskId, Duration>,
+}
+
+impl Remembered {
+    /// The same so much later.
+    #[must_use]
+    pub fn after(self, passed: Duration) -> Self {
+        let ((lasted, lasts, class), (left, next)) = (self.turn, self.backoff);
+        Self { turn: (lasted + passed, lasts.saturating_sub(passed), class), backoff: (left.saturating_sub(passed), next), ..self }
+    }
 }
 
 /// A GPU.
@@ -67,9 +82,6 @@ pub(crate) struct Gang {
     /// The change that makes room for it.
     pub served_by: Option<ChangeId>,
     pub turn: Turn,
-    /// What the changes took that brought it in, and those that made room for it in its place.
-    pub coming: Pace,
-    pub growing: Pace,
     /// A change for it failed, and it tries again later.
     pub retry: Backoff,
     /// Why it still waits. `None` if it does not.
@@ -85,8 +97,15 @@ pub(crate) struct Turn {
     pub class: Priority,
 }
 
+/// What the changes took that brought a program in, and those that made room for it in its place.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Paces {
+    pub(crate) coming: Pace,
+    pub(crate) growing: Pace,
+}
+
 /// How the last changes of one kind compare to what was expected of them, in percent; at first, as expected.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Pace {
     last: [u64; 2],
 }
@@ -136,6 +155,7 @@ pub(crate) struct Program {
     pub watched: Option<Duration>,
     /// It did not drain, and is left alone.
     pub backoff: Backoff,
+    pub paces: Paces,
     /// Since when a call waits.
     pub called: Option<Duration>,
     pub asks: BTreeMap<AskId, Ask>,
@@ -262,15 +282,16 @@ impl State {
         self.gangs.iter().map(move |(&id, gang)| (id, gang.programs.keys().copied().collect(), because(gang)))
     }
 
-    /// What the next scheduler cannot ask the program: its turn, its back-off, and for how long each of its requests was not served. The caller
-    /// leaves it with the program, in the form that a [`crate::Report`] has. `now`: since the epoch.
+    /// What the next scheduler cannot ask the program otherwise. `now`: since the epoch.
     pub fn remembered(&self, now: Duration, program: ProgramId) -> Option<Remembered> {
         let now = self.now.max(AGES + now);
         let gang = self.gangs.get(self.gang_of.get(&program)?)?;
         let (one, left) = (&gang.programs[&program], |until: Duration| until.saturating_sub(now));
         Some(Remembered {
-            turn: (now.saturating_sub(gang.turn.since), left(gang.turn.until)),
+            held: one.held,
+            turn: (now.saturating_sub(gang.turn.since), left(gang.turn.until), gang.turn.class),
             backoff: (left(one.backoff.until), one.backoff.next),
+            paces: one.paces,
             unserved: one.asks.iter().map(|(&id, ask)| (id, ask.unserved)).collect(),
         })
     }

@@ -8,7 +8,7 @@ use crate::memory::PerGpu;
 use crate::order::Waiter;
 use crate::state::{AGES, Gang, State, Underway, Works};
 use crate::victims::{Needs, Standing, Totals};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// What to do after an event.
@@ -295,27 +295,18 @@ impl State {
             return None;
         }
         asks.sort_by_key(|&(program, id, ask)| (ask.since, program, id));
-        let (mut of_program, mut of_gang) = (BTreeMap::<(ProgramId, GpuId), u64>::new(), PerGpu::<u64>::new());
-        let mut add = |program: ProgramId, gpu: GpuId, bytes: u64| {
-            let of_program = of_program.entry((program, gpu)).or_default();
-            let of_gang = of_gang.entry(gpu).or_default();
-            (*of_program, *of_gang) = (*of_program + bytes, *of_gang + bytes);
-            (*of_program, *of_gang)
-        };
-        for (&id, program) in &gang.programs {
-            program.memory.iter().for_each(|(&gpu, memory)| _ = add(id, gpu, memory.own()));
+        let mut all = PerGpu::<u64>::new();
+        for program in gang.programs.values() {
+            program.memory.iter().for_each(|(&gpu, memory)| *all.entry(gpu).or_default() += memory.own());
             let granted = program.asks.values().filter(|ask| ask.granted).flat_map(|ask| &ask.room);
-            granted.for_each(|(&gpu, &bytes)| _ = add(id, gpu, bytes));
+            granted.for_each(|(&gpu, &bytes)| *all.entry(gpu).or_default() += bytes);
         }
         for (program, id, ask) in asks {
-            let limit = gang.programs[&program].settings.limit.unwrap_or(u64::MAX);
             for (&gpu, &bytes) in &ask.room {
                 let capacity = self.gpus.get(&gpu).map_or(u64::MAX, |gpu| gpu.total.saturating_sub(self.policy.reserve));
-                let (of_program, of_gang) = add(program, gpu, bytes);
-                if of_program > limit {
-                    return Some((program, id, Refusal::Limit));
-                }
-                if of_gang > capacity {
+                let all = all.entry(gpu).or_default();
+                *all += bytes;
+                if *all > capacity {
                     return Some((program, id, Refusal::NeverFits));
                 }
             }

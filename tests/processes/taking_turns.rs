@@ -301,6 +301,35 @@ fn another_keeper_takes_over_from_a_scheduler_that_dies() {
     }
 }
 
+/// What a scheduler knew of a program, the next one knows: here, that the program did not drain, and is to be left alone for some minutes.
+#[test]
+fn a_new_scheduler_knows_what_the_last_one_has_left() {
+    let _alone = one_at_a_time();
+    let machine = crowded();
+    let mut engine = Program::ready(&mut sharing(&machine, "a", 72, &[]));
+    let now = view(&machine);
+    let mut last = machine.connect(&engine);
+    last.step(&json!({ "request": "share", "epoch": now["epoch"].as_u64().unwrap() + 1 }), None, "member");
+    let time = |secs: u64| json!({ "secs": secs, "nanos": 0 });
+    let pace = json!({ "last": [100, 100] });
+    let remembered = json!({
+        "held": false, "turn": [time(0), time(0), "Normal"], "backoff": [time(300), time(600)],
+        "paces": { "coming": pace, "growing": pace }, "unserved": {},
+    });
+    let what = json!({ "remembered": remembered, "peaks": {} }).to_string();
+    last.send(&json!({ "request": "order", "order": "remember", "what": what }), None);
+    // SAFETY: touches no memory.
+    unsafe { libc::kill(now["scheduler"].as_i64().unwrap() as i32, libc::SIGKILL) };
+    let _waits = Program::spawn(&mut sharing(&machine, "b", 72, &[]));
+    let why = || {
+        let now: Value = serde_json::from_str(&Ran::of(&mut machine.cli("share --json")).out).unwrap_or_default();
+        let members = now["members"].as_array().into_iter().flatten();
+        members.filter_map(|one| one["because"].as_str().filter(|_| one["name"] == "b")).map(str::to_owned).next()
+    };
+    eventually("the idle one is left alone", || why().is_some_and(|why| why == "nobody can give way"));
+    engine.verify();
+}
+
 /// Each run leaves one, and nothing of it stays.
 #[test]
 fn keepers_end_with_the_last_program_of_their_run() {

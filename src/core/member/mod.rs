@@ -16,12 +16,12 @@ use crate::limit;
 use crate::memory::Memory;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vramctl_config::Config;
 use vramctl_control::protocol::{self, Reply, Request};
 use vramctl_driver::streams;
 use vramctl_host::{PerProcess, Unpoison, exit};
-use vramctl_model::{Error, MemberState, Order, Sharing, milliseconds};
+use vramctl_model::{Error, MemberState, Order, Remembered, Sharing, milliseconds};
 
 /// How long a scheduler may be silent. It sends a beat every two seconds.
 const SILENCE: Duration = Duration::from_secs(6);
@@ -44,6 +44,8 @@ struct Membership {
     watches: AtomicBool,
     /// Why calls and requests wait, as the scheduler has said.
     why: Mutex<Option<String>>,
+    /// What the scheduler has left for the next one, and when.
+    remembered: Mutex<Option<(String, Instant)>>,
     /// How the program shares, where somebody has said it since its start.
     sharing: Mutex<Sharing>,
 }
@@ -183,6 +185,7 @@ fn obey(line: &[u8]) -> Result<(), Error> {
             tell();
         }
         Request::Order(Order::AskFirst { gpus }) => room::promise(&gpus),
+        Request::Order(Order::Remember { what }) => *MEMBERSHIP.get().remembered.lock().unpoisoned() = Some((what, Instant::now())),
         Request::Order(Order::DropCopies) => {
             if let Some(memory) = Memory::existing() {
                 memory.drop_copies();
@@ -200,7 +203,12 @@ fn watches() -> bool {
     MEMBERSHIP.existing().is_some_and(|its| its.watches.load(Ordering::Relaxed))
 }
 
-fn state(calls_wait: Option<Duration>) -> Reply {
+fn remembered() -> Option<Remembered> {
+    let remembered = MEMBERSHIP.get().remembered.lock().unpoisoned();
+    remembered.as_ref().map(|(what, since)| Remembered { what: what.clone(), ago_ms: milliseconds(since.elapsed()) })
+}
+
+fn state(calls_wait: Option<Duration>, is_first: bool) -> Reply {
     let Sharing { priority, gives_back_after_ms, .. } = shares_so();
     let wants = room::wants();
     let idle_for = || if wants.is_empty() { gate::idle_for() } else { Duration::ZERO };
@@ -213,5 +221,6 @@ fn state(calls_wait: Option<Duration>) -> Reply {
         gives_back_after_ms,
         waits_for_ms: Config::get().waits_for.map(milliseconds),
         wants,
+        remembered: if is_first { remembered() } else { None },
     })
 }

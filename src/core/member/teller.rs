@@ -32,7 +32,7 @@ pub fn telling(connection: &Connection, serve: impl FnOnce() -> Result<(), Error
 }
 
 fn tell_until(connection: &Connection, is_over: &AtomicBool) {
-    let (mut waiting, mut is_warned) = (Since::default(), false);
+    let (mut waiting, mut is_warned, mut is_first) = (Since::default(), false, true);
     while !is_over.load(Ordering::Acquire) {
         let calls_wait = waiting.of(gate::waiting() > 0);
         let wait_long = is_away() && calls_wait.is_some_and(|waited| waited >= WORTH_A_WARNING);
@@ -41,9 +41,10 @@ fn tell_until(connection: &Connection, is_over: &AtomicBool) {
         }
         is_warned = wait_long;
         // The client reads, or has hung up, which the other thread notices.
-        if connection.send(&state(calls_wait), 0).is_err() {
+        if connection.send(&state(calls_wait, is_first), 0).is_err() {
             return;
         }
+        is_first = false;
         thread::sleep(TOGETHER);
         thread::park_timeout(if watches() { LOOK_FOR_CALLS } else { SIGN_OF_LIFE });
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 use vramctl_scheduler::{
-    Action, Activity, AskId, Class, Event, GpuId, Holdings, JobId, Memory, Outcome, Policy, ProgramId, Report, Settings, State,
+    Action, Activity, AskId, Class, Event, GpuId, Holdings, JobId, Memory, Outcome, Policy, ProgramId, Remembered, Report, Settings, State,
 };
 
 const GIB: u64 = 1 << 30;
@@ -35,8 +35,7 @@ fn program(id: u64, resident: u64, away: u64) -> Report {
         activity: Activity::Busy,
         called: None,
         asks: Vec::new(),
-        turn: None,
-        backoff: None,
+        remembered: Remembered::default(),
     }
 }
 

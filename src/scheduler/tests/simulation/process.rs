@@ -113,8 +113,8 @@ pub struct Process {
     pub generation: u64,
     pub in_change: Option<(u64, ChangeId)>,
     pub partners: BTreeSet<ProgramId>,
-    /// What it has just taken, and the scheduler does not know yet.
-    pub unseen: PerGpu,
+    /// What it has, as far as the scheduler knows.
+    pub known: PerGpu<Memory>,
     /// What a person's pause has taken.
     pub with_person: PerGpu<Holdings>,
     pub remembered: Remembered,
@@ -149,7 +149,7 @@ impl Process {
             generation: 0,
             in_change: None,
             partners: BTreeSet::new(),
-            unseen: PerGpu::new(),
+            known: PerGpu::new(),
             with_person: PerGpu::new(),
             remembered: Remembered::default(),
             next_ask: 0,
@@ -179,7 +179,6 @@ impl Process {
             ask,
             room: it.room.clone(),
             waited: now.saturating_sub(it.since),
-            unserved: self.remembered.unserved.get(&ask).copied().unwrap_or_default(),
             granted: it.granted,
         });
         Report {
@@ -195,16 +194,15 @@ impl Process {
             activity: self.works(),
             called: self.calls.map(|since| now.saturating_sub(since)),
             asks: asks.collect(),
-            turn: Some(self.remembered.turn).filter(|turn| *turn != Default::default()),
-            backoff: Some(self.remembered.backoff),
+            remembered: self.remembered.clone(),
         }
     }
 
-    /// Bytes that it lacks to run and go on, by GPU.
+    /// Bytes that it lacks to run and go on, by GPU, as far as the scheduler knows.
     pub fn lack(&self) -> PerGpu {
         let mut lack = PerGpu::new();
         if !self.paused_seen {
-            self.memory.iter().for_each(|(&gpu, memory)| *lack.entry(gpu).or_default() += memory.away.bytes());
+            self.known.iter().for_each(|(&gpu, memory)| *lack.entry(gpu).or_default() += memory.away.bytes());
         }
         let asks = self.asks.values().filter(|ask| ask.waits());
         asks.flat_map(|ask| &ask.room).for_each(|(&gpu, bytes)| *lack.entry(gpu).or_default() += bytes);

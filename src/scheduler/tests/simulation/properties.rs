@@ -84,8 +84,8 @@ impl Groups {
             waiting: 0,
             turns_left: Duration::ZERO,
             priorities: BTreeMap::new(),
-            contents: world.programs.values().map(contents_away).sum(),
-            largest: world.programs.values().flat_map(|one| one.memory.values()).map(|memory| memory.resident.largest()).max().unwrap_or(0),
+            contents: world.all_told().map(|(_, one)| contents_away(&one.known)).sum(),
+            largest: world.all_told().flat_map(|(_, one)| one.known.values()).map(|memory| memory.resident.largest()).max().unwrap_or(0),
         };
         all.contents += world.changes.values().flat_map(|going| &going.change.leaving).map(Leave::contents).sum::<u64>();
         for (gang, programs, because) in world.scheduler.gangs() {
@@ -135,11 +135,8 @@ impl Groups {
 impl Group {
     fn movable(&self, world: &World) -> PerGpu {
         let mut all = PerGpu::new();
-        for one in alive(world, &self.programs).filter(|_| !self.is_fixed) {
-            for (gpu, memory) in &one.memory {
-                let unseen = one.unseen.get(gpu).copied().unwrap_or(0);
-                *all.entry(*gpu).or_default() += memory.resident.bytes().saturating_sub(unseen);
-            }
+        for (gpu, memory) in told(world, &self.programs).filter(|_| !self.is_fixed).flat_map(|one| &one.known) {
+            *all.entry(*gpu).or_default() += memory.resident.bytes();
         }
         all
     }
@@ -182,16 +179,15 @@ impl Properties {
                 lack_of(world, &change.cause).into_iter().map(|(gpu, lack)| (gpu, lack.saturating_sub(leaving_on(change, gpu)))).collect();
             self.promised.insert((world.epoch, change.id), promised);
             let leaves: u64 = change.leaving.iter().map(Leave::contents).sum();
-            let comes: u64 = change.coming.iter().filter_map(|id| world.programs.get(id)).map(contents_away).sum();
-            let others = world.changes.iter().filter(|(key, going)| key.1 < change.id && !going.ended);
+            let comes: u64 = told(world, &change.coming).map(|one| contents_away(&one.known)).sum();
+            let others = world.changes.iter().filter(|(key, _)| key.1 < change.id);
             let others: u64 = others.flat_map(|(_, going)| &going.change.leaving).map(Leave::contents).sum();
-            let all = world.programs.values().map(contents_away).sum::<u64>() + others + leaves - if change.passing { comes } else { 0 };
+            let away: u64 = world.all_told().map(|(_, one)| contents_away(&one.known)).sum();
+            let all = away + others + leaves - if change.passing { comes } else { 0 };
             assert!(leaves == 0 || all <= world.host.0 + world.host.1, "(1) contents of {all} bytes, room {:?}: {change:?}", world.host);
             let in_files = |contents: u64| contents.saturating_sub(world.host.0);
             let more = in_files(all).saturating_sub(in_files(all + if change.passing { comes } else { 0 } - leaves));
-            // Of the end of one that comes, the scheduler may not know yet.
-            let all_live = change.coming.iter().all(|id| world.programs.contains_key(id));
-            assert!(change.to_files >= more || !all_live, "(1) no room in memory: {change:?}");
+            assert!(change.to_files >= more, "(1) no room in memory: {change:?}");
         }
         self.promised.retain(|key, _| {
             world.changes.get(key).is_some_and(|going| !going.ended && groups.of.contains_key(&going.change.cause.gang()))
@@ -228,13 +224,12 @@ impl Properties {
             }
             assert!(group.because.is_some(), "(2) {gang:?} waits, and nobody knows why");
             if step.wake.is_none() && groups.is_possible(world, group) && world.changes.is_empty() && self.promised.is_empty() {
-                let granted = world.programs.values().flat_map(|one| one.asks.values()).any(|ask| ask.granted);
-                assert!(granted || world.tells(), "(2) {gang:?} waits, and nothing happens, because {:?}", group.because);
+                let granted = world.all_told().flat_map(|(_, one)| one.asks.values()).any(|ask| ask.granted);
+                assert!(granted, "(2) {gang:?} waits, and nothing happens, because {:?}", group.because);
             }
             let (lack, free) = (&group.lack, &groups.free);
             let quiet = world.changes.is_empty() && !group.is_parallel && lack.len() == 1;
-            // Of the end of others that wait, the scheduler may not know yet.
-            if groups.waiting == 1 && quiet && !world.tells() && !matches!(group.because, Some(Because::Retries(_))) {
+            if groups.waiting == 1 && quiet && !matches!(group.because, Some(Because::Retries(_))) {
                 assert!(
                     lack.iter().any(|(gpu, bytes)| free[gpu] < *bytes as i64),
                     "(2) {gang:?} waits for {lack:?} while there are {free:?}, because {:?}",
@@ -318,7 +313,7 @@ impl Properties {
             let fair = may_pass
                 || !is_blocked(world, &group.programs)
                     && (this.priority > group.priority
-                        || this.priority == group.priority && since <= wait.since + Duration::from_millis(5)
+                        || this.priority == group.priority && since <= wait.since
                         || has_aged(world, &this.programs, since)
                         || this.turn_left > Duration::ZERO);
             assert!(
@@ -336,20 +331,20 @@ impl Properties {
     fn turns_pay_for_changes(&self, world: &World, change: &Change) {
         let this = of_cause(world, &change.cause);
         for leave in &change.leaving {
-            let programs: Vec<_> = leave.programs.iter().filter(|id| world.programs.contains_key(id)).copied().collect();
-            for id in &programs {
-                let one = &world.programs[id];
+            let programs = &leave.programs;
+            for id in programs {
+                let one = world.told(*id).expect("the scheduler knows of it");
                 let left_alone = self.left_alone.get(id).map_or(Duration::ZERO, |(until, _)| *until);
                 assert!(world.now >= left_alone, "(4) {id:?} did not drain, and is asked again before {left_alone:?}: {change:?}");
                 let (came, took) = one.came;
                 let turn = world.policy.slice.max(took * world.policy.k);
                 let is_over = took == Duration::ZERO || world.now >= came + turn;
-                let busy_for_its_turn = leave.why == Why::TurnOver && !one.held && priority(world, &programs) >= priority(world, &this);
+                let busy_for_its_turn = leave.why == Why::TurnOver && !one.held && priority(world, programs) >= priority(world, &this);
                 assert!(is_over || !busy_for_its_turn, "(4) {id:?} came at {came:?} by a change of {took:?}: {change:?}");
-                let lower = matches!(leave.why, Why::Lower(_)) && this.iter().all(|id| world.programs.contains_key(id));
-                assert!(!lower || priority(world, &programs) < priority(world, &this), "(4) {id:?} is of no lower priority: {change:?}");
+                let lower = matches!(leave.why, Why::Lower(_));
+                assert!(!lower || priority(world, programs) < priority(world, &this), "(4) {id:?} is of no lower priority: {change:?}");
             }
-            let idle = programs.iter().map(|id| &world.programs[id]).all(|one| {
+            let idle = told(world, programs).all(|one| {
                 let idle_for = world.now.saturating_sub(one.works_since);
                 one.held
                     || if one.works() == Activity::Busy {
@@ -371,12 +366,12 @@ impl Properties {
             assert!(!is_blocked(world, &leave.programs), "(5) one of {:?} waits for room, others may spin: {change:?}", leave.programs);
             let taken_by_class = |class: Class| leave.taken.values().flat_map(Holdings::iter).filter(|(of, ..)| *of == class).count();
             for (program, gpu) in leave.taken.keys() {
-                let Some(one) = world.programs.get(program) else { continue };
+                let one = world.told(*program).expect("the scheduler knows of it");
                 let free_cache = |holdings: &Holdings| {
                     holdings.iter().filter(|(class, ..)| *class == Class::FreeCache).map(|(_, size, count)| size * count).sum::<u64>()
                 };
                 let kept = taken_by_class(Class::Kept) > 0 && leave.programs.len() == 1 && leave.taken.len() == 1;
-                let all_free = free_cache(&one.memory[gpu].resident) <= free_cache(&leave.taken[&(*program, *gpu)]);
+                let all_free = free_cache(&one.known[gpu].resident) <= free_cache(&leave.taken[&(*program, *gpu)]);
                 assert!(!kept || all_free, "(5) contents leave while {program:?} has free blocks: {change:?}");
             }
         }
@@ -385,10 +380,6 @@ impl Properties {
         }
         let lack = lack_of(world, &change.cause);
         let this = of_cause(world, &change.cause);
-        // Of a job that has just died, the scheduler may know of one rank's end alone.
-        if this.iter().any(|id| !world.programs.contains_key(id)) {
-            return;
-        }
         let ahead = self.waits.iter().filter(|(gang, _)| **gang != change.cause.gang());
         let mut claimed = PerGpu::<u64>::new();
         for (gpu, bytes) in ahead.filter_map(|(gang, _)| self.gangs.get(gang)).flat_map(|programs| self::lack(world, programs)) {
@@ -450,8 +441,7 @@ impl Properties {
                 let left_alone = self.left_alone.get(id).is_some_and(|(until, _)| world.now < *until);
                 free && one.spec.job.is_none() && one.asks.is_empty() && !left_alone && (said_so && !one.held || away)
             };
-            let of_idle =
-                world.programs.iter().filter(idle).filter(|(id, _)| !moving.contains(id)).filter_map(|(_, one)| one.memory.get(gpu));
+            let of_idle = world.all_told().filter(idle).filter(|(id, _)| !moving.contains(id)).filter_map(|(_, one)| one.known.get(gpu));
             let of_idle: u64 = of_idle.map(|memory| memory.resident.bytes()).sum();
             assert!(of_idle < missing(*gpu), "(5) a busy one leaves {gpu:?} although {of_idle} bytes of idle ones would do: {change:?}");
         }
@@ -464,7 +454,7 @@ impl Properties {
         for (gang, programs) in &self.gangs {
             let possible = self.waits.get(gang).is_some_and(|wait| wait.possible);
             for &id in programs {
-                let Some(one) = world.programs.get(&id) else { continue };
+                let Some(one) = world.told(id) else { continue };
                 for (&ask, _) in one.asks.iter().filter(|(_, ask)| ask.waits()) {
                     let before = self.unserved.get(&(id, ask)).copied().unwrap_or_default();
                     unserved.insert((id, ask), if possible { before } else { before + passed });
@@ -473,13 +463,9 @@ impl Properties {
         }
         for action in &step.actions {
             let Action::Refuse(id, ask, refusal) = action else { continue };
-            let Some(one) = world.programs.get(id) else { continue };
-            let Some(asked) = one.asks.get(ask) else { continue };
-            let others =
-                |gpu: &GpuId| one.asks.iter().filter(|(other, _)| *other != ask).filter_map(|(_, ask)| ask.room.get(gpu)).sum::<u64>();
-            let exceeds = |limit: u64| asked.room.iter().any(|(gpu, bytes)| one.memory[gpu].own() + others(gpu) + bytes > limit);
+            let one = world.told(*id).expect("the scheduler knows of it");
+            let asked = &one.asks[ask];
             match refusal {
-                Refusal::Limit => assert!(exceeds(one.spec.settings.limit.unwrap_or(u64::MAX)), "(5) {action:?} is within the limit"),
                 Refusal::NeverFits => {
                     let gang = world.scheduler.gang(*id);
                     let gang = world
@@ -491,10 +477,10 @@ impl Properties {
                     let fits = asked.room.iter().all(|(gpu, bytes)| {
                         let own: u64 = gang
                             .iter()
-                            .filter_map(|id| world.programs.get(id))
+                            .filter_map(|id| world.told(*id))
                             .map(|one| {
                                 let asked: u64 = one.asks.values().filter_map(|ask| ask.room.get(gpu)).sum();
-                                one.memory.get(gpu).map_or(0, Memory::own) + asked
+                                one.known.get(gpu).map_or(0, Memory::own) + asked
                             })
                             .sum();
                         own.max(*bytes) <= world.cards[gpu].total - world.policy.reserve
@@ -549,8 +535,8 @@ impl Properties {
 
     /// Whether these may never give way, as far as the scheduler can know.
     fn is_fixed(&self, world: &World, programs: &[ProgramId]) -> bool {
-        let alive = || programs.iter().filter_map(|id| world.programs.get(id).map(|one| (id, one)));
-        alive().any(|(id, one)| {
+        let told = || programs.iter().filter_map(|id| world.told(*id).map(|one| (id, one)));
+        told().any(|(id, one)| {
             let left_alone = self.left_alone.get(id).is_some_and(|(until, _)| world.now < *until);
             self.paused.contains(id) || self.capturing.contains(id) || left_alone || one.spec.several_nodes
         }) || is_blocked(world, programs)
@@ -574,7 +560,7 @@ fn rivals_fit(world: &World, change: &Change) {
         return;
     }
     let leaves = |programs: &[ProgramId]| change.leaving.iter().any(|leave| leave.programs.iter().any(|id| programs.contains(id)));
-    let runs = |programs: &[ProgramId]| is_parallel(world, programs) && !leaves(programs) && alive(world, programs).all(|one| !one.held);
+    let runs = |programs: &[ProgramId]| is_parallel(world, programs) && !leaves(programs) && told(world, programs).all(|one| !one.held);
     let others: Vec<_> =
         world.scheduler.gangs().map(|(_, programs, _)| programs).filter(|programs| *programs != this && runs(programs)).collect();
     for (gpu, card) in &world.cards {
@@ -582,9 +568,9 @@ fn rivals_fit(world: &World, change: &Change) {
             let memory = one.memory.get(gpu).filter(|memory| memory.own() > memory.fixed)?;
             Some(one.spec.settings.limit.unwrap_or(0).max(memory.peak) - memory.fixed)
         };
-        let fixed: u64 = world.programs.values().filter_map(|one| one.memory.get(gpu)).map(|memory| memory.fixed).sum();
+        let fixed: u64 = world.all_told().filter_map(|(_, one)| one.known.get(gpu)).map(|memory| memory.fixed).sum();
         let capacity = card.total.saturating_sub(world.policy.reserve + card.told + fixed);
-        let of = |programs: &[ProgramId]| alive(world, programs).filter_map(most).sum::<u64>().min(capacity);
+        let of = |programs: &[ProgramId]| told(world, programs).filter_map(most).sum::<u64>().min(capacity);
         let rivals: u64 = others.iter().map(|programs| of(programs)).sum();
         assert!(
             rivals == 0 || of(&this) == 0 || of(&this) + rivals <= capacity,
@@ -615,48 +601,47 @@ fn lack_of(world: &World, cause: &Cause) -> PerGpu {
 
 fn has_aged(world: &World, programs: &[ProgramId], since: Duration) -> bool {
     let turn = world.policy.slice * (100 - world.policy.low_percent) / world.policy.low_percent;
-    // A scheduler that has just taken over knows since when exactly.
-    priority(world, programs) < Priority::High && world.now + Duration::from_millis(5) >= since + turn
+    priority(world, programs) < Priority::High && world.now >= since + turn
 }
 
 fn free(world: &World) -> PerGpu<i64> {
     world.scheduler.books().into_iter().map(|(gpu, books)| (gpu, books.free(world.policy.reserve))).collect()
 }
 
-fn alive<'a>(world: &'a World, programs: &'a [ProgramId]) -> impl Iterator<Item = &'a Process> {
-    programs.iter().filter_map(|id| world.programs.get(id))
+fn told<'a>(world: &'a World, programs: &'a [ProgramId]) -> impl Iterator<Item = &'a Process> {
+    programs.iter().filter_map(|id| world.told(*id))
 }
 
 fn lack(world: &World, programs: &[ProgramId]) -> PerGpu {
     let mut lack = PerGpu::new();
-    alive(world, programs).flat_map(Process::lack).for_each(|(gpu, bytes)| *lack.entry(gpu).or_default() += bytes);
+    told(world, programs).flat_map(Process::lack).for_each(|(gpu, bytes)| *lack.entry(gpu).or_default() += bytes);
     lack
 }
 
 fn waits_since(world: &World, programs: &[ProgramId]) -> Option<Duration> {
-    let paused = alive(world, programs).any(|one| one.paused_seen);
-    alive(world, programs).filter_map(|one| one.wants(paused)).min()
+    let paused = told(world, programs).any(|one| one.paused_seen);
+    told(world, programs).filter_map(|one| one.wants(paused)).min()
 }
 
 fn priority(world: &World, programs: &[ProgramId]) -> Priority {
-    alive(world, programs).map(|one| one.spec.settings.priority).max().unwrap_or_default()
+    told(world, programs).map(|one| one.spec.settings.priority).max().unwrap_or_default()
 }
 
 fn is_parallel(world: &World, programs: &[ProgramId]) -> bool {
-    programs.len() > 1 || alive(world, programs).any(|one| one.spec.gpus.len() > 1)
+    programs.len() > 1 || told(world, programs).any(|one| one.spec.gpus.len() > 1)
 }
 
 fn is_blocked(world: &World, programs: &[ProgramId]) -> bool {
     let asks = |one: &Process| one.asks.values().any(RealAsk::waits);
-    is_parallel(world, programs) && alive(world, programs).all(|one| !one.held) && alive(world, programs).any(asks)
+    is_parallel(world, programs) && told(world, programs).all(|one| !one.held) && told(world, programs).any(asks)
 }
 
 fn turn_left(world: &World, programs: &[ProgramId]) -> Duration {
     programs.first().and_then(|id| world.scheduler.remembered(world.scheduler_now(), *id)).map_or(Duration::ZERO, |it| it.turn.1)
 }
 
-fn contents_away(one: &Process) -> u64 {
-    one.memory.values().map(|memory| memory.away.contents()).sum()
+fn contents_away(memory: &PerGpu<Memory>) -> u64 {
+    memory.values().map(|memory| memory.away.contents()).sum()
 }
 
 fn leaving_on(change: &Change, gpu: GpuId) -> u64 {
@@ -670,8 +655,9 @@ fn concerns(change: &Change, gang: GangId, programs: &[ProgramId]) -> bool {
 
 /// The longest that a change may take.
 fn longest(world: &World, change: &Change) -> Duration {
-    let out = world.cards.keys().map(|&gpu| leaving_on(change, gpu)).max().unwrap_or(0);
-    let back =
-        change.coming.iter().filter_map(|id| world.programs.get(id)).flat_map(|one| one.memory.values()).map(|memory| memory.away.bytes());
-    world.policy.drain + world.policy.copy(out.max(back.sum())) * 3 * world.faults.dear_first.max(1) as u32 + Duration::from_millis(200)
+    let back = |gpu| told(world, &change.coming).filter_map(|one| one.known.get(gpu)).map(|memory| memory.away.contents()).sum::<u64>();
+    let bytes = world.cards.keys().map(|gpu| leaving_on(change, *gpu).max(back(gpu))).max().unwrap_or(0);
+    let dear = world.changes.get(&(world.epoch, change.id)).map_or(1, |going| going.dear);
+    let pass = if change.passing { 2 } else { 1 };
+    world.policy.drain + world.policy.copy(bytes) * 130 / 100 * pass * dear + Duration::from_millis(65)
 }

@@ -34,6 +34,8 @@ pub struct Going {
     pub wanted_at: Duration,
     /// How long it takes if the links alone decide.
     pub expected: Duration,
+    /// How many times as long it takes, since some leave for the first time.
+    pub dear: u32,
     pub begun: bool,
     /// It has ended, and the scheduler does not know yet.
     pub ended: bool,
@@ -84,6 +86,8 @@ pub struct World {
     /// In memory and in files, as the scheduler knows.
     pub host: (u64, u64),
     pub programs: BTreeMap<ProgramId, Process>,
+    /// Those that have ended, and the scheduler does not know yet.
+    pub ended: BTreeMap<ProgramId, Process>,
     pub changes: BTreeMap<Key, Going>,
     pub scheduler: State,
     pub epoch: u64,
@@ -133,6 +137,7 @@ impl World {
             cards: (0..gpus).map(|gpu| (GpuId(gpu), Card { total, ..Card::default() })).collect(),
             host,
             programs: BTreeMap::new(),
+            ended: BTreeMap::new(),
             changes: BTreeMap::new(),
             epoch: 0,
             epoch_began: Duration::ZERO,
@@ -300,9 +305,17 @@ impl World {
         }
     }
 
-    /// Whether something is on its way to the scheduler or from it.
-    pub fn tells(&self) -> bool {
-        self.queue.values().any(|what| matches!(what, Happens::Deliver(_) | Happens::Obey(..)))
+    /// A program that lives, or lives as far as the scheduler knows.
+    pub fn told(&self, id: ProgramId) -> Option<&Process> {
+        self.programs.get(&id).or_else(|| self.ended.get(&id))
+    }
+
+    pub fn all_told(&self) -> impl Iterator<Item = (&ProgramId, &Process)> {
+        self.programs.iter().chain(&self.ended)
+    }
+
+    fn told_mut(&mut self, id: ProgramId) -> Option<&mut Process> {
+        self.programs.get_mut(&id).or_else(|| self.ended.get_mut(&id))
     }
 
     // --- the scheduler ---
@@ -348,38 +361,41 @@ impl World {
             Event::Gpu { gpu, unmanaged, .. } => self.cards.get_mut(gpu).expect("a GPU stays").told = *unmanaged,
             Event::Host { room, files } => self.host = (*room, *files),
             Event::Asks { program, ask, .. } => {
-                let ask = self.programs.get_mut(program).and_then(|one| one.asks.get_mut(ask));
-                if let Some(ask) = ask {
+                if let Some(ask) = self.told_mut(*program).and_then(|one| one.asks.get_mut(ask)) {
                     ask.seen = Some(now);
                 }
             }
-            Event::Settled { program, .. } => self.programs.get_mut(program).into_iter().for_each(|one| one.unseen.clear()),
+            Event::Settled { program, memory, .. } => self.told_mut(*program).into_iter().for_each(|one| one.known.extend(memory.clone())),
+            Event::Memory { program, gpu, memory } => {
+                self.told_mut(*program).into_iter().for_each(|one| _ = one.known.insert(*gpu, memory.clone()));
+            }
             Event::Joined(report) => {
-                let one = self.programs.get_mut(&report.program);
-                if let Some(one) = one {
-                    one.unseen.clear();
+                if let Some(one) = self.told_mut(report.program) {
+                    one.known.clone_from(&report.memory);
                     one.paused_seen = report.paused;
                     one.calls_seen = report.called.map(|waited| now.saturating_sub(waited));
-                    let known = one.asks.iter_mut().filter(|(ask, _)| report.asks.iter().any(|asked| asked.ask == **ask));
-                    for (_, ask) in known {
-                        ask.seen.get_or_insert(now);
+                    for asked in &report.asks {
+                        if let Some(ask) = one.asks.get_mut(&asked.ask) {
+                            ask.seen = Some(now.saturating_sub(asked.waited));
+                        }
                     }
                 }
             }
+            Event::Left(program) => _ = self.ended.remove(program),
             Event::Settings(program, settings) => {
-                self.programs.get_mut(program).into_iter().for_each(|one| one.spec.settings = settings.clone());
+                self.told_mut(*program).into_iter().for_each(|one| one.spec.settings = settings.clone());
             }
-            Event::Paused(program, paused) => self.programs.get_mut(program).into_iter().for_each(|one| one.paused_seen = *paused),
+            Event::Paused(program, paused) => self.told_mut(*program).into_iter().for_each(|one| one.paused_seen = *paused),
             Event::Called(program) => {
-                self.programs.get_mut(program).into_iter().filter(|one| one.calls.is_some()).for_each(|one| one.calls_seen = Some(now));
+                self.told_mut(*program).into_iter().filter(|one| one.calls.is_some()).for_each(|one| one.calls_seen = Some(now));
             }
             Event::Done { change, programs, .. } => {
                 self.changes.remove(&(self.epoch, *change));
-                let arrived = programs
-                    .iter()
-                    .filter(|(.., held)| !held)
-                    .filter_map(|(program, ..)| self.programs.get_mut(program).map(|one| one.calls_seen = None));
-                _ = arrived.count();
+                for (program, memory, held) in programs {
+                    let Some(one) = self.told_mut(*program) else { continue };
+                    one.known.extend(memory.clone());
+                    one.calls_seen = one.calls_seen.filter(|_| *held);
+                }
             }
             _ => (),
         }
@@ -389,25 +405,26 @@ impl World {
     fn intend(&mut self, action: &Action) {
         match action {
             Action::Change(change) => {
+                let leaving = change.leaving.iter().flat_map(|leave| &leave.programs);
+                let is_first = leaving.filter_map(|id| self.programs.get(id)).any(|one| !one.has_left);
                 let going = Going {
                     change: change.clone(),
                     holds: BTreeSet::new(),
                     wanted_at: self.now,
                     expected: Duration::ZERO,
+                    dear: if is_first { self.faults.dear_first.max(1) as u32 } else { 1 },
                     begun: false,
                     ended: false,
                 };
                 self.changes.insert((self.epoch, change.id), going);
             }
             Action::Grant(program, ask) => {
-                let ask = self.programs.get_mut(program).and_then(|one| one.asks.get_mut(ask));
-                if let Some(ask) = ask {
+                if let Some(ask) = self.told_mut(*program).and_then(|one| one.asks.get_mut(ask)) {
                     ask.granted = true;
                 }
             }
             Action::Refuse(program, ask, _) => {
-                let ask = self.programs.get_mut(program).and_then(|one| one.asks.get_mut(ask));
-                if let Some(ask) = ask {
+                if let Some(ask) = self.told_mut(*program).and_then(|one| one.asks.get_mut(ask)) {
                     ask.refused = true;
                 }
             }
@@ -451,13 +468,16 @@ impl World {
                 self.end(key, Outcome::Failed);
             }
         }
-        self.changes.clear();
-        for one in self.programs.values_mut().filter(|one| one.came.0 == self.now) {
-            one.remembered.turn = (Duration::ZERO, self.policy.turn(one.came.1));
+        // What brought these in, and how long it took, nobody knows any more.
+        for id in std::mem::take(&mut self.changes).values().flat_map(|going| &going.change.coming) {
+            if let Some(one) = self.programs.get_mut(id) {
+                one.came.1 = one.came.1.min(Duration::from_nanos(1));
+            }
         }
+        self.ended.clear();
         self.queue.retain(|_, what| !matches!(what, Happens::Deliver(_) | Happens::Refuse(..) | Happens::Commit(_)));
         self.programs.values_mut().flat_map(|one| one.asks.values_mut()).for_each(|ask| (ask.granted, ask.refused) = (false, false));
-        self.programs.values_mut().for_each(|one| (one.watched, one.paces) = (false, [100; 2]));
+        self.programs.values_mut().for_each(|one| one.watched = false);
         self.epoch += 1;
         self.epoch_began = self.now;
         self.wake = None;
@@ -519,8 +539,10 @@ impl World {
         let percent = if self.exact { 100 } else { self.random.between(70, 130) as u32 };
         let pass = if change.passing { 2 } else { 1 };
         self.changes.get_mut(&key).expect("it goes on").expected = self.policy.overhead + self.policy.copy(bytes) * pass;
-        let mut first = leaving.iter().map(|id| !std::mem::replace(&mut self.programs.get_mut(id).expect("it lives").has_left, true));
-        let dear = if first.any(|first| first) { self.faults.dear_first.max(1) as u32 } else { 1 };
+        for id in &leaving {
+            self.programs.get_mut(id).expect("it lives").has_left = true;
+        }
+        let dear = self.changes[&key].dear;
         let time = self.policy.copy(bytes) * percent / 100 * pass * dear;
         let at = self.now + drained + time + if self.exact { self.policy.overhead } else { self.random.millis(10, 60) };
         if self.random.percent(self.faults.fails) {
@@ -571,10 +593,14 @@ impl World {
         self.take_away(&taken);
         let (took, expected) = (self.now.saturating_sub(self.changes[&key].wanted_at), self.changes[&key].expected);
         self.changes.get_mut(&key).expect("it goes on").holds.clear();
-        // At least what the last three of all its programs have taken: which of two gangs that became one is remembered does not matter.
-        let paces: Vec<u64> = change.coming.iter().flat_map(|id| self.programs[id].paces).collect();
-        let percent = took.as_millis() as u64 * 100 / expected.as_millis().max(1) as u64;
-        let of_all = paces.into_iter().min().unwrap_or(100).min(percent);
+        let percent = (took.as_nanos() * 100 / expected.as_nanos().max(1)) as u64;
+        // The middle one of the last three, of the program for which it is the most.
+        let middle = |id| {
+            let mut three = [self.programs[id].paces[0], self.programs[id].paces[1], percent];
+            three.sort_unstable();
+            three[1]
+        };
+        let of_all = change.coming.iter().map(middle).max().unwrap_or(100);
         for id in &change.coming {
             let one = self.programs.get_mut(id).expect("it lives");
             for memory in one.memory.values_mut() {
@@ -754,6 +780,11 @@ impl World {
             }
             What::Resume => one.with_person.iter().map(|(&gpu, holdings)| (gpu, holdings.bytes())).collect(),
         };
+        let limit = one.spec.settings.limit.unwrap_or(u64::MAX);
+        if what != What::Resume && room.iter().any(|(gpu, bytes)| one.memory[gpu].own() + bytes > limit) {
+            self.counts("over the limit");
+            return self.fails(id, what);
+        }
         let (now, one) = (self.now, self.programs.get_mut(&id).expect("it lives"));
         let ask = AskId(one.next_ask);
         one.next_ask += 1;
@@ -785,7 +816,6 @@ impl World {
             }
             memory.peak = memory.peak.max(memory.own());
         }
-        one.unseen.clone_from(&asked.room);
         let memory = asked.room.keys().map(|gpu| (*gpu, one.memory[gpu].clone())).collect();
         self.send(Event::Settled { program: id, ask, memory });
         if asked.what == What::Resume {
@@ -803,11 +833,14 @@ impl World {
     fn out_of_memory(&mut self, id: ProgramId, ask: AskId, refusal: Refusal) {
         let Some(asked) = self.programs.get_mut(&id).and_then(|one| one.asks.remove(&ask)) else { return };
         self.counts(match refusal {
-            Refusal::Limit => "over the limit",
             Refusal::NeverFits => "never fits",
             Refusal::Unserved(_) => "unserved",
         });
-        match asked.what {
+        self.fails(id, asked.what);
+    }
+
+    fn fails(&mut self, id: ProgramId, what: What) {
+        match what {
             What::Context => self.kill(id),
             What::Resume => self.later(5_000, Happens::PersonResumes(id)),
             What::Allocation(_) if self.random.percent(30) => self.kill(id),
@@ -950,7 +983,8 @@ impl World {
         let all: Vec<_> =
             self.programs.iter().filter(|(other, one)| **other == id || job.is_some() && one.spec.job == job).map(|(&id, _)| id).collect();
         for id in all {
-            self.programs.remove(&id);
+            let one = self.programs.remove(&id).expect("it lives");
+            self.ended.insert(id, one);
             self.send(Event::Left(id));
         }
     }
@@ -1035,12 +1069,12 @@ impl World {
             for partner in std::mem::take(&mut self.programs.get_mut(&id).expect("it lives").partners) {
                 self.programs.get_mut(&partner).into_iter().for_each(|one| _ = one.partners.remove(&id));
             }
-            return self.send(Event::Apart(id));
+            return self.send(Event::Tied(id, BTreeSet::new()));
         }
         if self.programs[&id].spec.gpus == self.programs[&other].spec.gpus {
             self.programs.get_mut(&id).expect("it lives").partners.insert(other);
             self.programs.get_mut(&other).expect("it lives").partners.insert(id);
-            self.send(Event::Together([id, other].into()));
+            self.send(Event::Tied(id, [other].into()));
         }
     }
 }
