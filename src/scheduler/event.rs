@@ -2,7 +2,7 @@
 
 use crate::ids::{AskId, ChangeId, GpuId, JobId, Priority, ProgramId};
 use crate::memory::{Memory, PerGpu};
-use crate::state::Remembered;
+use crate::remembered::Remembered;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -5,7 +5,8 @@ use crate::event::{Activity, Asked, Event, Outcome, Report};
 use crate::ids::{AskId, ChangeId, GangId, GpuId, JobId, ProgramId};
 use crate::memory::{Memory, PerGpu};
 use crate::policy::Policy;
-use crate::state::{Ask, Backoff, Gang, Gpu, Host, Program, Remembered, State, Turn, Underway, Works};
+use crate::remembered::Remembered;
+use crate::state::{Ask, Backoff, Gang, Gpu, Host, Program, State, Turn, Underway, Works};
 use std::collections::BTreeSet;
 use std::time::Duration;
 

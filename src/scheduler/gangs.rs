@@ -55,11 +55,6 @@ impl Gang {
         matches!(self.because, Some(Because::NobodyCan | Because::HostFull | Because::Retries(_)))
     }
 
-    /// Whether it is about to take room that it was granted.
-    pub fn takes_room(&self) -> bool {
-        self.programs.values().flat_map(|program| program.asks.values()).any(|ask| ask.granted)
-    }
-
     /// Since when it waits; `None` if it does not. The calls of a gang that somebody else has paused are theirs.
     pub fn waits_since(&self) -> Option<Duration> {
         let calls = self.programs.values().filter(|_| self.is_away() && !self.is_paused()).filter_map(|program| program.called);

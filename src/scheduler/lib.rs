@@ -3,9 +3,10 @@
 //! A pure function of what happens: [`State::step`] takes an [`Event`] and the time, and returns [`Action`]s and when it wants to be woken. No clock,
 //! thread, socket or file. Whoever runs it carries the actions out, tells how they ended, and refuses those of an older scheduler.
 //!
-//! To read it: names (`ids.rs`), what a program has (`memory.rs`), what is told (`event.rs`), what is wanted (`action.rs`), what is known (`state.rs`), what that means
-//! for programs that stay or go together (`gangs.rs`). Then the loop (`step.rs`): in the order of `order.rs`, each waiter gets the room that is there,
-//! or that those give who may (`victims.rs`) and whose contents have a place (`host.rs`). `events.rs` is what the events change.
+//! To read it: names (`ids.rs`), what a program has (`memory.rs`), what is told (`event.rs`), what is wanted (`action.rs`), what is known (`state.rs`)
+//! and left for the next scheduler (`remembered.rs`), what that means for programs that stay or go together (`gangs.rs`). Then the loop (`step.rs`): in
+//! the order of `order.rs`, each waiter gets the room that is there, or that those give who may (`victims.rs`) and whose contents have a place
+//! (`host.rs`). `events.rs` is what the events change.
 //!
 //! # What holds
 //!
@@ -42,6 +43,7 @@ mod ids;
 mod memory;
 mod order;
 mod policy;
+mod remembered;
 mod state;
 mod step;
 mod victims;
@@ -51,5 +53,6 @@ pub use event::{Activity, Asked, Event, Outcome, Report, Settings};
 pub use ids::{AskId, ChangeId, GangId, GpuId, JobId, Priority, ProgramId};
 pub use memory::{Class, Holdings, Memory, PerGpu};
 pub use policy::Policy;
-pub use state::{Books, Paces, Remembered, State};
+pub use remembered::{Paces, Remembered};
+pub use state::{Books, State};
 pub use step::Step;

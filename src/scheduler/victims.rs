@@ -56,8 +56,6 @@ impl State {
             return Standing::From(Duration::ZERO, if waits { Why::WaitsBehind } else { Why::Away });
         }
         let rested = match works {
-            // It works as soon as it has the room.
-            _ if gang.takes_room() || waits && in_turn => None,
             Works::Empty => Some(Duration::ZERO),
             // In its turn, a program that may soon go on is worth what it costs to bring back.
             Works::IdleSince(since) if in_turn => Some(since + self.policy.rest.max(self.return_cost(gang, needs))),
@@ -251,10 +249,14 @@ impl Gang {
         Some(self.left_alone_until()).filter(|until| now < *until).map(|until| Standing::Never(Some(until)))
     }
 
-    /// When it is known whether it is busy: one that is watched since recently may turn out to be idle.
+    /// When it is known whether it is busy: one that is watched since recently may turn out to be idle, whatever it has said first.
     pub fn known_at(&self, now: Duration, rest: Duration) -> Duration {
-        let unknown = self.programs.values().filter(|program| program.works == Works::Unknown && !program.held);
-        unknown.map(|program| program.watched.unwrap_or(now) + rest).max().unwrap_or_default()
+        let known = |program: &Program| match program.works {
+            Works::Empty => Duration::ZERO,
+            Works::Unknown | Works::Busy => program.watched.unwrap_or(now) + rest,
+            Works::IdleSince(since) => since.min(program.watched.unwrap_or(now) + rest) + rest,
+        };
+        self.programs.values().filter(|program| !program.held).map(known).max().unwrap_or_default()
     }
 
     /// Whether it is of several parts, which run or are about to, and one of them is on the GPU. Jobs that wait for their first memory do not keep

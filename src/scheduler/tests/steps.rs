@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 use vramctl_scheduler::{
-    Action, Activity, AskId, Class, Event, GpuId, Holdings, JobId, Memory, Outcome, Policy, ProgramId, Remembered, Report, Settings, State,
+    Action, Activity, AskId, Class, Event, GpuId, Holdings, JobId, Memory, Outcome, Policy, Priority, ProgramId, Remembered, Report,
+    Settings, State,
 };
 
 const GIB: u64 = 1 << 30;
@@ -105,4 +106,50 @@ fn jobs_that_wait_for_their_first_memory_are_served_one_after_the_other() {
     let next: Vec<_> = [10, 11].iter().flat_map(|id| state.step(Duration::from_secs(3), Event::Left(ProgramId(*id))).actions).collect();
     assert!(next.contains(&Action::Grant(ProgramId(20), AskId(0))), "{next:?}");
     assert!(!next.contains(&Action::Grant(ProgramId(30), AskId(0))), "both would outgrow the GPU: {next:?}");
+}
+
+/// Who works is known only once all have been watched for a while: a busy one does not leave in place of one that nobody has watched and is idle.
+#[test]
+fn it_is_known_who_is_idle_before_a_busy_one_leaves() {
+    let mut state = node();
+    for report in [program(1, 40, 0), program(2, 40, 0), program(3, 10, 30)] {
+        state.step(Duration::ZERO, Event::Joined(Box::new(report)));
+    }
+    let mut now = Duration::from_secs(100);
+    let mut actions = state.step(now, Event::Called(ProgramId(3))).actions;
+    // Nobody has looked before: both say that they work at first.
+    for (id, activity) in [(1, Activity::Busy), (2, Activity::Busy), (2, Activity::Idle(Duration::from_millis(25)))] {
+        now += if activity == Activity::Busy { Duration::from_millis(1) } else { Duration::from_millis(25) };
+        actions.extend(state.step(now, Event::Activity(ProgramId(id), activity)).actions);
+    }
+    actions.extend(state.step(now + Duration::from_millis(50), Event::Timer).actions);
+    let changes = actions.iter().filter_map(|action| if let Action::Change(change) = action { Some(change) } else { None });
+    let left: Vec<_> = changes.flat_map(|change| &change.leaving).flat_map(|leave| &leave.programs).collect();
+    assert_eq!(left, [&ProgramId(2)], "{actions:?}");
+}
+
+/// One of a low priority that nobody could serve does not keep another from rising.
+#[test]
+fn whoever_waits_in_vain_keeps_nobody_from_rising() {
+    let mut state = node();
+    let of = |priority, report: Report| Report { settings: Settings { priority, ..Settings::default() }, ..report };
+    let captures = Report { capturing: true, ..program(1, 60, 0) };
+    let all = [captures, of(Priority::High, program(2, 35, 0)), of(Priority::Low, program(3, 0, 50)), of(Priority::Low, program(4, 0, 30))];
+    for report in all {
+        state.step(Duration::ZERO, Event::Joined(Box::new(report)));
+    }
+    let mut actions = Vec::new();
+    for id in [3, 4] {
+        actions.extend(state.step(Duration::from_secs(id), Event::Called(ProgramId(id))).actions);
+    }
+    actions.extend(state.step(Duration::from_secs(5), Event::Activity(ProgramId(2), Activity::Busy)).actions);
+    // As often as it asks to be woken: until two have been served, say.
+    let mut now = Duration::from_secs(5);
+    for _ in 0..20 {
+        let step = state.step(now, Event::Timer);
+        actions.extend(step.actions);
+        now = step.wake.unwrap_or(now).max(now);
+    }
+    let comes = |action: &Action| matches!(action, Action::Change(change) if change.coming == [ProgramId(4)]);
+    assert!(actions.iter().any(comes), "{actions:?}");
 }

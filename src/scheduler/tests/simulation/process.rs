@@ -121,8 +121,8 @@ pub struct Process {
     pub next_ask: u64,
     /// Since when it is in place, and what the change that brought it has to be paid with.
     pub came: (Duration, Duration),
-    /// How the last changes that brought it compare to what was expected, in percent.
-    pub paces: [u64; 2],
+    /// How the changes that brought it compare to what was expected, in percent. As expected, before the first.
+    pub paces: Vec<u64>,
     /// It has left the GPU before.
     pub has_left: bool,
     /// When its script came to the work that it is at.
@@ -154,7 +154,7 @@ impl Process {
             remembered: Remembered::default(),
             next_ask: 0,
             came: (now, Duration::ZERO),
-            paces: [100; 2],
+            paces: vec![100; 2],
             has_left: false,
             asked_at: None,
             script_begun: false,
@@ -168,9 +168,9 @@ impl Process {
 
     pub fn works(&self) -> Activity {
         match self.doing {
-            Doing::Computes(_) | Doing::Halted(_) | Doing::WaitsAtGate(_) | Doing::Spins => Activity::Busy,
+            Doing::Computes(_) | Doing::Halted(_) | Doing::WaitsAtGate(_) | Doing::WaitsForRoom(_) | Doing::Spins => Activity::Busy,
             Doing::Idles if self.spec.kind == (Kind::Engine { adapter: true }) => Activity::Empty,
-            Doing::Idles | Doing::WaitsForRoom(_) => Activity::Idle(Duration::ZERO),
+            Doing::Idles => Activity::Idle(Duration::ZERO),
         }
     }
 

@@ -431,7 +431,15 @@ impl Properties {
         let gpus: BTreeSet<GpuId> = change.leaving.iter().filter(busy).flat_map(|leave| leave.taken.keys().map(|(_, gpu)| *gpu)).collect();
         for gpu in &gpus {
             let idle = |(id, one): &(&ProgramId, &Process)| {
-                let said_so = one.works() == Activity::Empty && world.now > one.works_since + Duration::from_millis(5);
+                let said_so = world.now > one.works_since + Duration::from_millis(5)
+                    && match one.works() {
+                        Activity::Empty => true,
+                        // Nobody may have looked before, and in its turn, it is safe for a while.
+                        Activity::Idle(_) => {
+                            world.now > one.works_since + world.policy.rest * 2 && turn_left(world, &[**id]) == Duration::ZERO
+                        }
+                        Activity::Busy => false,
+                    };
                 let free = one.in_change.is_none()
                     && !self.paused.contains(id)
                     && !self.capturing.contains(id)

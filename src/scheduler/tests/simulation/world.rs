@@ -39,6 +39,7 @@ pub struct Going {
     pub begun: bool,
     /// It has ended, and the scheduler does not know yet.
     pub ended: bool,
+    pub committed: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -415,6 +416,7 @@ impl World {
                     dear: if is_first { self.faults.dear_first.max(1) as u32 } else { 1 },
                     begun: false,
                     ended: false,
+                    committed: false,
                 };
                 self.changes.insert((self.epoch, change.id), going);
             }
@@ -469,9 +471,11 @@ impl World {
             }
         }
         // What brought these in, and how long it took, nobody knows any more.
-        for id in std::mem::take(&mut self.changes).values().flat_map(|going| &going.change.coming) {
+        let changes = std::mem::take(&mut self.changes);
+        for id in changes.values().filter(|going| going.committed).flat_map(|going| &going.change.coming) {
             if let Some(one) = self.programs.get_mut(id) {
-                one.came.1 = one.came.1.min(Duration::from_nanos(1));
+                one.came.1 = Duration::from_nanos(1);
+                one.paces.pop();
             }
         }
         self.ended.clear();
@@ -596,7 +600,8 @@ impl World {
         let percent = (took.as_nanos() * 100 / expected.as_nanos().max(1)) as u64;
         // The middle one of the last three, of the program for which it is the most.
         let middle = |id| {
-            let mut three = [self.programs[id].paces[0], self.programs[id].paces[1], percent];
+            let paces = &self.programs[id].paces;
+            let mut three = [paces[paces.len() - 2], paces[paces.len() - 1], percent];
             three.sort_unstable();
             three[1]
         };
@@ -608,8 +613,9 @@ impl World {
                 memory.resident.add_all(&away);
             }
             one.came = (self.now, took.min(expected * of_all as u32 / 100));
-            one.paces = [one.paces[1], percent];
+            one.paces.push(percent);
         }
+        self.changes.get_mut(&key).expect("it goes on").committed = true;
         for id in &change.coming {
             self.programs.get_mut(id).expect("it lives").held = false;
         }
@@ -868,7 +874,10 @@ impl World {
         let ranks: Vec<_> = self.programs.iter().filter(|(_, one)| one.spec.job == Some(job)).map(|(&id, one)| (id, one.doing)).collect();
         if ranks.iter().all(|(_, doing)| *doing == Doing::Spins) {
             for (id, _) in ranks {
-                self.choose(id);
+                // One that runs out of memory takes the others with it.
+                if self.programs.contains_key(&id) {
+                    self.choose(id);
+                }
             }
         }
     }
