@@ -73,15 +73,15 @@ pub(crate) fn is_reset() -> bool {
     gate::is_still()
 }
 
-/// Has the engine reset its prefix cache, if there is an engine that does that. An error if that engine does not: it has requests, say.
+/// Has the engine reset its prefix cache, if there is an idle one that does that. An error if it does not after all: a request has come, say.
 pub fn reset() -> Result<(), Error> {
     if DESK.existing().is_none() {
         return Ok(());
     }
     let (desk, deadline) = (DESK.get(), Instant::now() + WITHIN);
     let mut state = lock();
-    // A program that is held could not answer, and need not if nothing has happened since.
-    if !state.is_served || gate::is_held() {
+    // Of others, nobody has counted on it: their caches are kept, unless they are reset and nothing has happened since.
+    if !state.is_served || !state.is_idle || gate::is_held() {
         return Ok(());
     }
     state.last += 1;
