@@ -262,8 +262,9 @@ pub unsafe fn address_range(base: *mut CUdeviceptr, bytes: *mut usize, pointer: 
     let (known, asked) = Pointed::at(pointer);
     // SAFETY: as above.
     let answer = unsafe { driver_originals::cuMemGetAddressRange_v2(base, bytes, asked) };
-    // The driver reports only one of the pieces of a large allocation, and nothing for paused memory. Other errors stay unchanged.
-    let place = known.filter(|known| known.properties().is_none() || known.is_paused()).and_then(|known| known.place_of(pointer));
+    // The driver reports only one of the pieces of a large allocation, and nothing for memory that was paused when it was asked. Other errors
+    // stay unchanged.
+    let place = known.filter(|known| known.properties().is_none() || answer != code::SUCCESS).and_then(|known| known.place_of(pointer));
     let (Some((place, true)), code::SUCCESS | code::NOT_FOUND | code::INVALID_VALUE) = (place, answer) else { return answer };
     // SAFETY: the program promises that pointers that are not null are writable.
     unsafe {

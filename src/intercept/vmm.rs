@@ -100,13 +100,20 @@ pub unsafe fn map(address: CUdeviceptr, bytes: usize, offset: usize, handle: Han
         // SAFETY: the program's arguments, except the handle, for which the driver gets its own.
         unsafe { driver_originals::cuMemMap(address, bytes, offset, handle, flags) }
     };
-    existing(|memory| memory.map(Span { address, bytes }, offset, handle, flags, real)).unwrap_or_else(|| {
-        let answer = real(handle);
+    let span = Span { address, bytes };
+    existing(|memory| memory.map(span, offset, handle, flags, real)).unwrap_or_else(|| {
+        let answer = outside_holes(span, || real(handle));
         if answer == code::SUCCESS {
             unmanaged::note_mapped(address, handle);
         }
         answer
     })
+}
+
+/// Makes a call that the driver refuses where memory is mapped. It would not do so in the hole that paused memory leaves.
+fn outside_holes(span: Span, call: impl FnOnce() -> StatusCode) -> StatusCode {
+    let Some(memory) = Memory::existing() else { return call() };
+    memory.while_none_moves(|registry| if registry.has_hole_in(span) { code::INVALID_VALUE } else { call() })
 }
 
 pub fn unmap(call: &mut Call, address: CUdeviceptr, bytes: usize) -> StatusCode {
@@ -168,9 +175,11 @@ const MOST_LOCATIONS: usize = 4096;
 pub unsafe fn get_access(call: &mut Call, flags: *mut c_ulonglong, location: *const CUmemLocation, address: CUdeviceptr) -> StatusCode {
     // SAFETY: the program promises that a non-null pointer points to CUDA's structure, which `Location` has the layout of.
     let asked = unsafe { location.cast::<Location>().as_ref() };
-    let paused = asked.filter(|_| !flags.is_null()).and_then(|asked| existing(|memory| memory.registry.access_of_paused(address, *asked)));
-    // SAFETY: not null, and writable by the program's promise.
-    unsafe { answer_with(flags, paused.map(Ok)) }.unwrap_or_else(|| call.real())
+    let (Some(asked), false, Some(memory)) = (asked, flags.is_null(), Memory::existing()) else { return call.real() };
+    memory.while_none_moves(|registry| {
+        // SAFETY: not null, and writable by the program's promise.
+        unsafe { answer_with(flags, registry.access_of_paused(address, *asked).map(Ok)) }.unwrap_or_else(|| call.real())
+    })
 }
 
 pub unsafe fn address_reserve(call: &mut Call, pointer: *mut CUdeviceptr, bytes: usize) -> StatusCode {
@@ -184,7 +193,7 @@ pub unsafe fn address_reserve(call: &mut Call, pointer: *mut CUdeviceptr, bytes:
 
 pub fn address_free(call: &mut Call, address: CUdeviceptr, bytes: usize) -> StatusCode {
     let span = Span { address, bytes };
-    existing(|memory| memory.registry.keeps_addresses(span)).unwrap_or_else(|| reserved::freeing(span, || call.real()))
+    outside_holes(span, || reserved::freeing(span, || call.real()))
 }
 
 pub unsafe fn retain_handle(call: &mut Call, handle: *mut Handle, address: *mut c_void) -> StatusCode {

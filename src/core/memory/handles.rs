@@ -8,7 +8,7 @@
 //! Each function returns `None` if the memory is not managed; then the caller uses the real function. `real` calls that function.
 
 use super::obstacles::RegisteredUntil;
-use super::registry::{Contents, MappedPiece, Mapping, end_of, next_handle};
+use super::registry::{Contents, MappedPiece, Mapping, Registry, end_of, next_handle};
 use super::{Allocation, Memory, Origin, Placement, borrow, is_ours, limited, reserved};
 use crate::contexts;
 use std::collections::BTreeMap;
@@ -46,11 +46,17 @@ impl Memory {
         })
     }
 
+    /// Makes a call about addresses at which the program may have mapped managed memory, while none of that is paused or resumed: what the
+    /// registry knows of the call's memory is still so when the driver answers.
+    pub fn while_none_moves<R>(&self, call: impl FnOnce(&Registry) -> R) -> R {
+        let _shared = (!self.registry.mapped.is_empty()).then(|| self.share());
+        call(&self.registry)
+    }
+
     /// `cuMemMap`. `real` maps the driver's handle.
     pub fn map(&self, span: Span, offset: usize, handle: u64, flags: u64, real: impl FnOnce(u64) -> StatusCode) -> Option<StatusCode> {
         if !is_ours(handle) {
-            // The driver would map it into the hole that paused memory leaves.
-            return self.registry.has_hole_in(span).then_some(code::INVALID_VALUE);
+            return None;
         }
         let _shared = self.share();
         let allocation = match self.registry.of_handle(handle) {

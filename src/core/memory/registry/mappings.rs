@@ -3,7 +3,7 @@
 use super::{Allocation, Registry};
 use std::sync::Arc;
 use vramctl_driver::{self as driver, Access, CUdeviceptr, Location};
-use vramctl_model::{Span, StatusCode, code};
+use vramctl_model::Span;
 
 /// A mapping of the program's, and its allocation if it is managed.
 pub struct MappedPiece {
@@ -57,10 +57,5 @@ impl Registry {
         let mapping = contents.mappings.get(&base)?;
         let listed = mapping.access.as_ref()?.iter().find(|access| access.location == location).copied();
         Some(listed.map_or(0, Access::flags))
-    }
-
-    /// `cuMemAddressFree`: an error if something is mapped there. `None` otherwise: the driver frees the addresses.
-    pub fn keeps_addresses(&self, span: Span) -> Option<StatusCode> {
-        self.has_hole_in(span).then_some(code::INVALID_VALUE)
     }
 }
