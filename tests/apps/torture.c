@@ -7,9 +7,11 @@
  *                                   host functions. With `ahead`, they also
  *                                   allocate and free in stream order without waiting, with `both` they
  *                                   copy while a second device is current, too
- *   torture rank ID RANK RANKS [ROUNDS]
- *                                   a process in collectives with others. The numbers that they
- *                                   add up depend on all earlier rounds
+ *   torture rank ID RANK RANKS [ROUNDS [REST]]
+ *                                   a process in collectives with others, which rests for so many
+ *                                   microseconds before each. The numbers that they
+ *                                   add up depend on all earlier rounds. `grow MIB` has it take more
+ *                                   memory between two rounds, `check` checks all of that
  *   torture ahead WRITES            a loop that keeps this many writes queued
  *
  * It needs kernels of the simulated GPU (tests/simgpu/src/waiting.rs). Knows nothing of vramctl but the
@@ -490,11 +492,47 @@ static struct {
 	uint64_t communicator;
 	unsigned rank, ranks;
 	unsigned long last;
+	unsigned rest;
 	atomic_ulong queued, rounds;
 	atomic_bool over;
 	uint64_t value;
 	unsigned char *numbers;
 } rank;
+
+/* What it has taken beside, each filled with its own number. The others wait in a collective meanwhile. */
+static struct {
+	void *at[16];
+	size_t bytes[16];
+	atomic_int count;
+	atomic_ulong wanted;
+} grown;
+
+static void grow(struct worker *w)
+{
+	size_t bytes = atomic_load(&grown.wanted) << 20;
+	int count = atomic_load(&grown.count);
+	if (bytes == 0 || count == (int)(sizeof grown.at / sizeof *grown.at))
+		return;
+	TRY(cudaMalloc(&grown.at[count], bytes));
+	TRY(cudaMemsetAsync(grown.at[count], count + 1, bytes, w->stream));
+	settle(w);
+	grown.bytes[count] = bytes;
+	atomic_store(&grown.wanted, 0);
+	atomic_store(&grown.count, count + 1);
+}
+
+static void check_grown(void)
+{
+	for (int i = 0; i < atomic_load(&grown.count); i++) {
+		unsigned char *found = malloc(grown.bytes[i]);
+		CUdeviceptr at;
+		memcpy(&at, &grown.at[i], sizeof at);
+		TRY(cu.to_host(found, at, grown.bytes[i]));
+		if (found[0] != i + 1 || memcmp(found, found + 1, grown.bytes[i] - 1) != 0)
+			wrong("what it has taken beside", i);
+		free(found);
+	}
+}
 
 static void *collect(void *argument)
 {
@@ -506,12 +544,15 @@ static void *collect(void *argument)
 	rank.value = rank.rank + 1;
 	for (bool stop = false; !stop;) {
 		unsigned long round = atomic_load(&rank.rounds) + 1;
+		grow(w);
 		pair[0] = rank.value;
 		/* The first rank decides, and all learn of it in the same round. */
 		pair[1] = rank.rank == 0 && (atomic_load(&stopping) || round == rank.last);
 		/* Not by the functions that the library copies with, so that a fault in those is the library's. */
 		TRY(cu.to_device(at, pair, sizeof pair));
-		if (below(w, 4) == 0)
+		if (rank.rest > 0)
+			usleep(rank.rest);
+		else if (below(w, 4) == 0)
 			usleep(below(w, 500));
 		launch("simgpu_collective", w->stream, (void *[]){&rank.communicator, &rank.rank, &rank.ranks, &at}, module);
 		launch("simgpu_collective", w->stream, (void *[]){&rank.communicator, &rank.rank, &rank.ranks, &flag}, module);
@@ -562,6 +603,15 @@ static void answer(char *line)
 			say("%sover %llu", counts, (unsigned long long)rank.value);
 		else
 			say("%s", counts);
+	} else if (sscanf(line, "grow %lu", &nth) == 1) {
+		int count = atomic_load(&grown.count);
+		atomic_store(&grown.wanted, nth);
+		while (atomic_load(&grown.count) == count)
+			usleep(1000);
+		say("grown");
+	} else if (strncmp(line, "check", 5) == 0) {
+		check_grown();
+		say("ok");
 	} else if (strncmp(line, "queued", 6) == 0) {
 		say("%lu", atomic_load(&rank.queued));
 	} else if (strncmp(line, "verify", 6) == 0) {
@@ -602,6 +652,7 @@ int main(int argc, char **argv)
 		rank.rank = (unsigned)atoi(argv[3]);
 		rank.ranks = (unsigned)atoi(argv[4]);
 		rank.last = argc > 5 ? strtoul(argv[5], NULL, 10) : 0;
+		rank.rest = argc > 6 ? (unsigned)atoi(argv[6]) : 0;
 		threads = 1;
 		begin = collect;
 	} else if (argc == 3 && strcmp(argv[1], "ahead") == 0) {
@@ -610,7 +661,7 @@ int main(int argc, char **argv)
 		begin = run_ahead;
 	}
 	if (threads < 1 || threads > MOST_THREADS) {
-		fprintf(stderr, "usage: torture threads SEED THREADS [ahead|both] | torture rank ID RANK RANKS [ROUNDS] | torture ahead WRITES\n");
+		fprintf(stderr, "usage: torture threads SEED THREADS [ahead|both] | torture rank ID RANK RANKS [ROUNDS [REST]] | torture ahead WRITES\n");
 		return 2;
 	}
 	if (rank.ranks > 0) {
