@@ -103,7 +103,7 @@ def take_turns(engines, expected, turns, before=lambda _: None):
         before(one)
         waited = time.monotonic() - chosen
         tokens, first, _ = one.answer(number)
-        if tokens != expected[number]:
+        if tokens not in expected[number]:
             differ.append((turn, one.name, tokens[:8]))
         # In the first turns, an engine's first change copies what later ones find unchanged.
         if turn >= 2 * len(engines) and first is not None:
@@ -126,7 +126,7 @@ def receive_traffic(engines, expected, rate, seconds):
         threads[-1].start()
     for thread in threads:
         thread.join(180)
-    differ = [(name, number, tokens[:8]) for name, number, tokens, *_ in done if tokens != expected[number]]
+    differ = [(name, number, tokens[:8]) for name, number, tokens, *_ in done if tokens not in expected[number]]
     check("every token under random traffic is that of an engine alone", len(done) == len(threads) and not differ, f"{len(done)} of {len(threads)}; {differ}")
     return [first for *_, first, _ in done if first is not None]
 
@@ -151,10 +151,12 @@ def main():
 
     alone = Engine(options, "alone")
     check("an engine alone starts", alone.wait() is not None)
-    [alone.answer(number) for number in range(len(PROMPTS))]
+    # First with an empty prefix cache, then from it. The sums of a prompt that is computed as a whole may be rounded otherwise than those of its end.
+    cold = [alone.answer(number)[0] for number in range(len(PROMPTS))]
     answers = [alone.answer(number) for number in range(len(PROMPTS))]
-    expected = [tokens for tokens, *_ in answers]
-    check("an engine alone answers", all(len(tokens) == TOKENS for tokens in expected))
+    expected = [(cold[number], tokens) for number, (tokens, *_) in enumerate(answers)]
+    check("an engine alone answers", all(len(tokens) == TOKENS for both in expected for tokens in both))
+    print(f"note: {sum(first != second for first, second in expected)} of {len(expected)} answers differ from the prefix cache", flush=True)
     alone.end()
     print("| what | requests | first token, median | 99% | longest | |")
     print("| --- | ---: | ---: | ---: | ---: | --- |")
