@@ -128,6 +128,96 @@ fn what_is_damaged_or_incomplete_is_not_loaded() {
     refused("there is no image");
 }
 
+/// What `run -d` starts has its log locked, and may have other files locked. Nobody waits for a lock that somebody else has: the load says who.
+#[test]
+fn a_program_in_the_background_is_saved_with_its_locks() {
+    const PROGRAM: &str = r#"
+import ctypes, fcntl, os, time
+pointer = ctypes.c_void_p()
+assert ctypes.CDLL("libcudart.so.13").cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(4 << 20)) == 0
+files = [open(name, "a") for name in os.environ["LOCKED"].split()]
+for file, lock in zip(files, [fcntl.flock, fcntl.lockf]):
+    lock(file, fcntl.LOCK_EX)
+while True:
+    print("goes on", flush=True)
+    time.sleep(0.02)
+"#;
+    let Some(images) = Images::new() else { return };
+    let folder = images.machine.folder.path();
+    let start = |name: &str, locked: &str| {
+        let mut command = images.cli(&format!("run -d --name {name} --no-python -- python3 -c"));
+        command.arg(PROGRAM).env("LOCKED", locked).env("SIMGPU_RESTORE_THREAD", "1");
+        Ran::of(&mut command).expect(0, "runs in the background", "");
+        common::eventually("it runs", || images.vramctl(&format!("status {name}")).code == Some(0));
+    };
+    let prints = |log: &Path| common::eventually("it goes on", || fs::read_to_string(log).is_ok_and(|text| text.contains("goes on")));
+    let ends = |name: &str| {
+        images.vramctl(&format!("stop {name}")).expect(0, "", "");
+        common::eventually("it has ended", || images.vramctl(&format!("status {name}")).code == Some(3));
+    };
+    let load = |image: &str, name: &str, more: &str| {
+        let mut command = images.cli(&format!("load {} --name {name} --detach{more}", images.image(image)));
+        Ran::of(&mut command)
+    };
+    start("plain", "");
+    images.save("plain", "plain").expect(0, "saved", "");
+    // What takes the place of its log is not locked, so two may have it.
+    let log = folder.join("log");
+    for name in ["one", "two"] {
+        load("plain", name, "").expect(0, "", "");
+    }
+    load("plain", "three", &format!(" --log {}", log.display())).expect(0, "", "");
+    prints(&log);
+    ["one", "two", "three"].into_iter().for_each(ends);
+
+    let [file, range] = ["file", "range"].map(|name| folder.join(name).display().to_string());
+    start("locks", &format!("{file} {range}"));
+    images.vramctl(&format!("save locks {} --keep", images.image("locks"))).expect(0, "saved", "");
+    let refused = load("locks", "copy", "").expect(1, "", "are locked");
+    assert!(refused.err.contains(&file) && refused.err.contains(&range) && refused.err.contains("Nothing was started"), "{refused:?}");
+    ends("locks");
+    load("locks", "copy", &format!(" --log {}", log.display())).expect(0, "", "");
+    load("locks", "another", "").expect(1, "", "are locked");
+    ends("copy");
+    images.nothing_is_left("programs in the background");
+}
+
+/// A dry run names all that is in the way at once, and starts nothing.
+#[test]
+fn a_dry_run_names_all_that_is_in_the_way() {
+    let Some(images) = Images::new() else { return };
+    let data = images.machine.folder.path().join("data");
+    fs::write(&data, "before").unwrap();
+    let name = std::ffi::CString::new(data.to_str().unwrap()).unwrap();
+    let mut engine = images.machine.engine_with("engine", |command| {
+        in_own_session(without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1")));
+        let open = move || {
+            let file = unsafe { libc::open(name.as_ptr(), libc::O_RDONLY) };
+            unsafe { libc::dup2(file, 50) };
+            unsafe { libc::close(file) };
+            Ok(())
+        };
+        unsafe { command.pre_exec(open) };
+    });
+    images.save("engine", "image").expect(0, "saved", "");
+    engine.ended();
+    let dry = |more: &str| images.cli(&format!("load {} --dry-run{more}", images.image("image")));
+    Ran::of(&mut dry("")).expect(0, "engine can be loaded", "");
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    fs::write(&data, "longer than before").unwrap();
+    let mut all = dry(&format!(" --copies 40 --port 8000={port}"));
+    let elsewhere = images.machine.folder.path().join("elsewhere");
+    let ran = Ran::of(all.env("VRAMCTL_CRIU", "/nowhere/criu").env("VRAMCTL_DIR", elsewhere)).expect(1, "", "images need CRIU");
+    let wanted =
+        ["data (18 bytes instead of 6)", "the program's control socket is in", "too little memory on GPU 0", "cannot listen at 127.0.0.1"];
+    assert!(wanted.iter().all(|part| ran.err.contains(part)), "{ran:?}");
+    images.vramctl(&format!("load {} --dry-run", images.image("none"))).expect(1, "", "there is no image");
+    fs::remove_file(&data).unwrap();
+    images.vramctl(&format!("load {} --dry-run", images.image("image"))).expect(1, "", "data (No such file");
+    images.nothing_is_left("dry runs");
+}
+
 /// A disk that has gone bad since is named, with the file. Nothing is left of the program, and the image can be loaded once the disk is well.
 #[test]
 fn a_file_that_cannot_be_read_is_named() {

@@ -10,6 +10,21 @@ use vramctl_store::{Error, Manifest};
 /// The name of these in a manifest.
 const NAME: &str = "process";
 
+/// A lock on a file that a process of the program has.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lock {
+    /// The file.
+    pub path: PathBuf,
+    /// Whether it is one of the whole file by `flock`, rather than one of a range.
+    pub is_of_file: bool,
+    /// Whether nobody else may have one.
+    pub is_exclusive: bool,
+    /// The first byte of the range.
+    pub start: i64,
+    /// Its length; 0 up to the end, wherever that is.
+    pub bytes: i64,
+}
+
 /// What belongs to an image of one process.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Details {
@@ -23,6 +38,9 @@ pub struct Details {
     pub cuda: String,
     /// Whether it has TCP connections to itself.
     pub has_connections: bool,
+    /// Its locks on files that it goes on with.
+    #[serde(default)]
+    pub locks: Vec<Lock>,
 }
 
 impl Details {

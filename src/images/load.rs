@@ -16,6 +16,7 @@ use crate::tree::{Kind, Tree};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{Read, Write};
+use std::net::TcpListener;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -26,6 +27,7 @@ use std::{env, io};
 use vramctl_config::socket_directory;
 use vramctl_control::client::Client;
 use vramctl_control::discovery::Directory;
+use vramctl_coordinator::checkpoint::{room_for, short};
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::HowToPause;
@@ -33,7 +35,7 @@ use vramctl_coordinator::plan::STAY_SUSPENDED;
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Consent, Operation, Plan, Reporter, Scope, proc};
 use vramctl_driver as driver;
-use vramctl_model::{Verb, checked_name};
+use vramctl_model::{Bytes, Verb, checked_name};
 use vramctl_store::{Caller, Image, Listed, Manifest, Process, Store};
 
 /// How long the library may take to listen, once the program is back.
@@ -83,22 +85,47 @@ impl Load {
         timeout: Option<Duration>,
         reporter: &dyn Reporter,
     ) -> Result<Self, CommandError> {
-        // SAFETY: touches no memory.
-        if unsafe { libc::geteuid() } != 0 {
-            return Err(CommandError::new(
-                Exit::Failed,
-                "to load an image takes root: it makes namespaces, and CRIU brings the process back",
-            ));
+        let (load, obstacles) = Self::look(image, name, streams, timeout, reporter);
+        let all = obstacles.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+        match (load, obstacles.into_iter().next()) {
+            (Some(load), None) => Ok(load),
+            (_, first) => Err(first.unwrap_or_else(|| CommandError::new(Exit::Failed, "there is no image")).saying(all)),
         }
-        let (directory, image) = split(image)?;
-        let store = Store::open(directory).map_err(failed)?;
-        let image = Caller::current().and_then(|caller| store.load(image, &caller)).map_err(failed)?;
-        let details = Details::of(image.manifest())?;
-        check_surroundings(image.manifest())?;
-        Criu::find()?.check()?;
+    }
+
+    /// The same, with all that is in the way. `None` if the image itself cannot be used.
+    pub fn look(
+        image: &Path,
+        name: Option<&str>,
+        streams: Streams,
+        timeout: Option<Duration>,
+        reporter: &dyn Reporter,
+    ) -> (Option<Self>, Vec<CommandError>) {
+        let mut obstacles = Vec::new();
+        // SAFETY: touches no memory.
+        if unsafe { libc::geteuid() } == 0 {
+            obstacles.extend(Criu::find().and_then(|criu| criu.check()).err());
+        } else {
+            let why = "to load an image takes root: it makes namespaces, and CRIU brings the process back";
+            obstacles.push(CommandError::new(Exit::Failed, why));
+        }
+        let opened = split(image).and_then(|(directory, image)| {
+            let store = Store::open(directory).map_err(failed)?;
+            let image = Caller::current().and_then(|caller| store.load(image, &caller)).map_err(failed)?;
+            let details = Details::of(image.manifest())?;
+            Ok((store, image, details))
+        });
+        let (store, image, details) = match opened {
+            Ok(opened) => opened,
+            Err(failure) => {
+                obstacles.push(failure);
+                return (None, obstacles);
+            }
+        };
+        obstacles.extend(in_surroundings(image.manifest(), &details));
         let old = init::program_name(image.manifest()).unwrap_or_default();
         let name = name.unwrap_or(old).to_owned();
-        checked_name(&name).map_err(|why| CommandError::new(Exit::Usage, why.to_string()))?;
+        obstacles.extend(checked_name(&name).err().map(|why| CommandError::new(Exit::Usage, why.to_string())));
         let sockets = socket_directory();
         if *sockets != details.sockets {
             let text = format!(
@@ -106,11 +133,40 @@ impl Load {
                 details.sockets.display(),
                 sockets.display()
             );
-            return Err(CommandError::new(Exit::Failed, text));
+            obstacles.push(CommandError::new(Exit::Failed, text));
         }
         let load = Self { store, image, details, name, streams, ports: None, agreement: None, timeout };
-        load.check_gpus(reporter)?;
-        Ok(load)
+        obstacles.extend(load.check_gpus(reporter).err());
+        (Some(load), obstacles)
+    }
+
+    /// What is in the way now and may not be later: memory, of which a load waits for its `--timeout`, and ports.
+    pub fn look_for_room(&self, copies: u16) -> Vec<CommandError> {
+        let contents: u64 = self.image.manifest().contents.iter().map(|listed| listed.of.bytes).sum();
+        // Of several GPUs, each has its part of the contents; the least is what the driver's restore takes.
+        let tags = if self.details.gpus.len() == 1 { contents } else { 0 };
+        let cards = driver::cards().unwrap_or_default();
+        let short = self.details.gpus.iter().filter_map(|gpu| {
+            let needed = (room_for(gpu.bytes) + tags) * u64::from(copies);
+            let card = cards.iter().find(|card| card.uuid == gpu.uuid && card.free < needed)?;
+            Some(short(card, needed))
+        });
+        let taken =
+            (0..copies).flat_map(|further| self.ports.iter().flatten().map(move |port| port.further(further))).filter_map(
+                |port| match port {
+                    Some(port) => listen(&port).err(),
+                    None => Some(CommandError::new(Exit::Usage, "there are not so many ports")),
+                },
+            );
+        short.chain(taken).collect()
+    }
+
+    /// Its name, and what it needs of the machine, for people.
+    pub fn in_words(&self) -> String {
+        let manifest = self.image.manifest();
+        let (processes, gpus) = (manifest.processes.len(), self.details.gpus.len());
+        let contents = Bytes(manifest.contents.iter().map(|listed| listed.of.bytes).sum());
+        format!("{} can be loaded: {processes} processes, {contents} of contents, on {gpus} GPUs", self.name)
     }
 
     /// The program gets a network of its own: nothing leads there but these ports, and nothing leads out.
@@ -126,11 +182,11 @@ impl Load {
     }
 
     fn check_gpus(&self, reporter: &dyn Reporter) -> Result<(), CommandError> {
-        if let Ok(cards) = driver::cards() {
-            let missing = self.details.gpus.iter().find(|gpu| cards.iter().all(|card| card.uuid != gpu.uuid));
-            if let Some(gpu) = missing {
-                return Err(CommandError::new(Exit::Failed, format!("the image was made with {}, which is not here", gpu.uuid)));
-            }
+        let cards = driver::cards().map_err(|none| CommandError::new(Exit::Failed, none.to_string()))?;
+        let missing = self.details.gpus.iter().filter(|gpu| cards.iter().all(|card| card.uuid != gpu.uuid));
+        let missing: Vec<_> = missing.map(|gpu| gpu.uuid.as_str()).collect();
+        if !missing.is_empty() {
+            return Err(CommandError::new(Exit::Failed, format!("the image was made with {}, which is not here", missing.join(", "))));
         }
         let now = driver::cuda_version().map(|version| version.to_string()).unwrap_or_default();
         if now != self.details.cuda {
@@ -187,12 +243,7 @@ impl Load {
         self.agreement.map_or(Ok(()), Agreement::keep_to_itself).map_err(cannot)?;
         let [(report, reports), (decision, decides)] = [init::pipe().map_err(cannot)?, init::pipe().map_err(cannot)?];
         let directory = self.store.images_path().to_owned();
-        let listen = |port: &Port| {
-            let listener =
-                port.listen().map_err(|error| CommandError::new(Exit::Failed, format!("cannot listen at {}: {error}", port.new)))?;
-            Ok::<_, CommandError>((port.old, listener))
-        };
-        let listeners = self.ports.iter().flatten().map(listen).collect::<Result<Vec<_>, _>>()?;
+        let listeners = self.ports.iter().flatten().map(|port| Ok((port.old, listen(port)?))).collect::<Result<Vec<_>, CommandError>>()?;
         let ports: Vec<_> = listeners.iter().map(|(port, listener)| (*port, listener.as_raw_fd())).collect();
         let task = Task {
             directory,
@@ -324,21 +375,31 @@ pub fn name_of(image: &Path) -> Result<String, CommandError> {
     Ok(init::program_name(image.manifest()).unwrap_or_default().to_owned())
 }
 
-/// Fails if the program could not go on here as it was.
-fn check_surroundings(manifest: &Manifest) -> Result<(), CommandError> {
+/// Why the program could not go on here as it was.
+fn in_surroundings(manifest: &Manifest, details: &Details) -> Vec<CommandError> {
     /// More says nothing more.
     const MOST_NAMED: usize = 5;
-    let refused = |why: String| Err(CommandError::new(Exit::Failed, format!("the program cannot go on here: {why}. Nothing was started")));
-    if let Some(lack) = surroundings::lacks_of(&manifest.cpu, &surroundings::processor()) {
-        return refused(lack);
+    let mut found = Vec::new();
+    found.extend(surroundings::lacks_of(&manifest.cpu, &surroundings::processor()));
+    let taken = surroundings::taken(&details.locks);
+    if !taken.is_empty() {
+        found.push(format!("it has a lock on each of these files, which are locked: {}; end whoever has them", taken.join(", ")));
     }
     let changes = surroundings::changes(&manifest.files);
-    if changes.is_empty() {
-        return Ok(());
+    if !changes.is_empty() {
+        let more =
+            changes.len().checked_sub(MOST_NAMED).filter(|more| *more > 0).map_or_else(String::new, |more| format!(", and {more} more"));
+        let named = changes.iter().take(MOST_NAMED).cloned().collect::<Vec<_>>().join(", ");
+        found.push(format!(
+            "files that it has open or loaded have changed since it was saved: {named}{more}; put them back, or save it anew"
+        ));
     }
-    let more = changes.len().checked_sub(MOST_NAMED).filter(|more| *more > 0).map_or_else(String::new, |more| format!(", and {more} more"));
-    let named = changes.iter().take(MOST_NAMED).cloned().collect::<Vec<_>>().join(", ");
-    refused(format!("files that it has open or loaded have changed since it was saved: {named}{more}; put them back, or save it anew"))
+    let refused = |why| CommandError::new(Exit::Failed, format!("the program cannot go on here: {why}. Nothing was started"));
+    found.into_iter().map(refused).collect()
+}
+
+fn listen(port: &Port) -> Result<TcpListener, CommandError> {
+    port.listen().map_err(|error| CommandError::new(Exit::Failed, format!("cannot listen at {}: {error}", port.new)))
 }
 
 impl Loaded {

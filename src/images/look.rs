@@ -1,5 +1,6 @@
 //! What the processes of a program have that can, or cannot, be written to a disk: looked at before anything changes.
 
+use crate::details::Lock;
 use crate::surroundings;
 use crate::tree::{is_of_driver, named};
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,6 +26,10 @@ pub struct Look {
     pub outside: Vec<Outside>,
     /// The files that it goes on with.
     pub files: Vec<OpenFile>,
+    /// The locks on them.
+    pub locks: Vec<Lock>,
+    /// The descriptors that are replaced, each with its process.
+    pub replaced: BTreeSet<(u32, u32)>,
 }
 
 /// A connection to outside.
@@ -72,6 +77,8 @@ struct Open {
     access: libc::c_int,
     /// Whether each write goes to its end.
     appends: bool,
+    /// What is locked by it.
+    locks: Vec<Lock>,
 }
 
 impl Open {
@@ -103,7 +110,10 @@ pub fn look(pids: &[u32], with_driver: bool) -> io::Result<Look> {
         let own: Vec<_> = files.iter().filter(|file| !stream_of(file).is_some_and(|stream| replaced.contains(&stream.name))).collect();
         let plain = own.iter().filter_map(|file| Some((PathBuf::from(&file.text), file.metadata.clone()?, file.policy())));
         look.files.extend(surroundings::files(*pid, plain)?);
+        look.replaced
+            .extend(files.iter().map(|file| (*pid, file.number)).filter(|(_, number)| own.iter().all(|file| file.number != *number)));
         for file in own {
+            look.locks.extend(file.locks.iter().cloned());
             let what = obstacle(pids, file, with_driver);
             look.obstacles.extend(what.map(|what| format!("{who}descriptor {}: {what}", file.number)));
         }
@@ -160,19 +170,31 @@ fn open_files(pid: u32) -> io::Result<Vec<Open>> {
         let text = text.to_string_lossy().into_owned();
         let information = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).unwrap_or_default();
         let field = |name: &str| information.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        let metadata = fs::metadata(entry.path()).ok();
+        let is_plain = metadata.as_ref().is_some_and(|found| found.is_file() && found.nlink() > 0);
+        let locks = information.lines().filter(|_| is_plain).filter_map(|line| lock(&text, line.strip_prefix("lock:")?)).collect();
         let flags = field("flags:").and_then(|flags| libc::c_int::from_str_radix(flags, 8).ok()).unwrap_or_default();
         found.push(Open {
             number,
             text,
-            metadata: fs::metadata(entry.path()).ok(),
+            metadata,
             is_queue: is_queue(&entry.path()),
             mount: field("mnt_id:").and_then(|mount| mount.parse().ok()).unwrap_or_default(),
             access: flags & libc::O_ACCMODE,
             appends: flags & libc::O_APPEND != 0,
+            locks,
         });
     }
     found.sort_by_key(|file| file.number);
     Ok(found)
+}
+
+/// A lock of a file, as the kernel writes it: `1: FLOCK  ADVISORY  WRITE 1774 fd:01:1234 0 EOF`. `None` for one that is waited for.
+fn lock(path: &str, text: &str) -> Option<Lock> {
+    let [_, kind, _, mode, _, _, start, end] = text.split_whitespace().collect::<Vec<_>>()[..] else { return None };
+    let start = start.parse().ok()?;
+    let bytes = end.parse::<i64>().map_or(0, |end| end - start + 1);
+    Some(Lock { path: path.into(), is_of_file: kind == "FLOCK", is_exclusive: mode == "WRITE", start, bytes })
 }
 
 /// Whether it is a POSIX message queue.
@@ -358,8 +380,25 @@ mod tests {
     }
 
     #[test]
+    fn a_lock_is_read_as_the_kernel_writes_it() {
+        let read = |text| lock("/f", text).map(|lock| (lock.is_of_file, lock.is_exclusive, lock.start, lock.bytes));
+        assert_eq!(read("\t1: FLOCK  ADVISORY  WRITE 25 00:63:11 0 EOF"), Some((true, true, 0, 0)));
+        assert_eq!(read("\t1: POSIX  ADVISORY  READ 25 00:63:11 4 7"), Some((false, false, 4, 4)));
+        assert_eq!(read("\t1: -> FLOCK  ADVISORY  WRITE 25 00:63:11 0 EOF"), None);
+    }
+
+    #[test]
     fn an_anonymous_file_is_known_by_its_kind() {
-        let file = |text: &str| Open { number: 9, text: text.into(), metadata: None, is_queue: false, mount: 0, access: 0, appends: false };
+        let file = |text: &str| Open {
+            number: 9,
+            text: text.into(),
+            metadata: None,
+            is_queue: false,
+            mount: 0,
+            access: 0,
+            appends: false,
+            locks: vec![],
+        };
         assert!(obstacle(&[1], &file("anon_inode:[io_uring]"), false).unwrap().contains("UV_USE_IO_URING"));
         assert_eq!(obstacle(&[1], &file("anon_inode:[eventpoll]"), false), None);
         assert_eq!(numbered("pipe:[17]", "pipe"), Some(17));

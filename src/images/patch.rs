@@ -11,6 +11,8 @@ mod field {
     pub const PLAIN: u64 = 3;
     /// `FileEntry`: what is known of an Internet socket.
     pub const SOCKET: u64 = 4;
+    /// `RegFileEntry`: how it was opened.
+    pub const FLAGS: u64 = 2;
     /// `RegFileEntry`: where it was.
     pub const POSITION: u64 = 3;
     /// `RegFileEntry`: its name.
@@ -19,6 +21,8 @@ mod field {
     pub const SIZE: u64 = 8;
     /// `RegFileEntry`: its permissions.
     pub const MODE: u64 = 10;
+    /// `FileLockEntry`: the process and the descriptor.
+    pub const OWNER: [u64; 2] = [3, 4];
     /// `InetSkEntry`: its inode.
     pub const INODE: u64 = 2;
     /// `InetSkEntry`: the state of its connection.
@@ -28,6 +32,9 @@ mod field {
     /// `InetSkEntry`: which directions have been shut down.
     pub const SHUTDOWN: u64 = 19;
 }
+
+/// What the kernel opens nothing of by way of `/proc/self/fd`, as CRIU opens what replaces a file.
+const NO_LINKS: u64 = libc::O_NOFOLLOW as u64;
 
 /// Of TCP, in the kernel: no connection.
 const CLOSED: u64 = 7;
@@ -119,6 +126,29 @@ pub fn changed(image: &[u8], changes: &Changes<'_>) -> io::Result<Vec<u8>> {
     Ok(new)
 }
 
+/// The contents of `filelocks.img`, without the locks of what is replaced: what takes its place may be another's, for which CRIU would wait. `is_replaced`:
+/// by the process, and the descriptor there.
+pub fn without_locks(image: &[u8], is_replaced: &dyn Fn(u64, u64) -> bool) -> io::Result<Vec<u8>> {
+    let (header, mut records) = image.split_at_checked(HEADER).ok_or_else(damaged)?;
+    let mut new = header.to_vec();
+    while !records.is_empty() {
+        let whole = records;
+        let count = u32::from_le_bytes(take(&mut records, 4)?.try_into().map_err(|_| damaged())?);
+        let fields = fields(take(&mut records, count as usize)?)?;
+        let [pid, number] = field::OWNER.map(|wanted| {
+            let of_it = fields.iter().filter(|field| field.number == wanted);
+            of_it
+                .filter_map(|field| if let Value::Number(number) = field.value { Some(number) } else { None })
+                .next_back()
+                .unwrap_or_default()
+        });
+        if !is_replaced(pid, number) {
+            new.extend(&whole[..whole.len() - records.len()]);
+        }
+    }
+    Ok(new)
+}
+
 fn entry(message: &[u8], changes: &Changes<'_>) -> io::Result<Vec<u8>> {
     let mut new = Vec::new();
     for Field { number, value, bytes } in fields(message)? {
@@ -172,10 +202,14 @@ fn plain_file(message: &[u8], is_meant: &dyn Fn(&str) -> bool) -> io::Result<Vec
         return Ok(message.to_vec());
     }
     let mut new = Vec::new();
-    for Field { number, bytes, .. } in fields {
-        match number {
-            field::SIZE | field::MODE => (),
-            field::POSITION => {
+    for Field { number, value, bytes } in fields {
+        match (number, value) {
+            (field::SIZE | field::MODE, _) => (),
+            (field::FLAGS, Value::Number(flags)) => {
+                put_number(number << 3, &mut new);
+                put_number(flags & !NO_LINKS, &mut new);
+            }
+            (field::POSITION, _) => {
                 // None.
                 put_number(number << 3, &mut new);
                 put_number(u64::MAX, &mut new);
@@ -213,7 +247,8 @@ mod tests {
 
     #[test]
     fn only_the_files_that_are_meant_lose_their_size() {
-        let before = [number(2, 0x8401), number(field::POSITION, 300), number(field::SIZE, 1 << 40), number(field::MODE, 0o100_600)];
+        let before =
+            [number(2, 0x8401 | NO_LINKS), number(field::POSITION, 300), number(field::SIZE, 1 << 40), number(field::MODE, 0o100_600)];
         let after = [number(2, 0x8401), number(field::POSITION, u64::MAX)];
         let is_meant = |name: &str| name == "/log";
         let replaced = |image: &[u8]| changed(image, &Changes { is_replaced: &is_meant, is_closed: &|_| false });
@@ -222,6 +257,18 @@ mod tests {
         for cut in HEADER + 1..image("/log", &before).len() {
             assert!(replaced(&image("/log", &before)[..cut]).is_err(), "{cut}");
         }
+    }
+
+    #[test]
+    fn only_the_locks_of_what_is_replaced_go() {
+        let lock = |pid, file| {
+            let record = [number(1, 2), number(2, 1), number(3, pid), number(4, file), number(5, 0), number(6, 0)].concat();
+            [&(record.len() as u32).to_le_bytes()[..], &record].concat()
+        };
+        let image = |locks: &[Vec<u8>]| [&[7; HEADER][..], &locks.concat()].concat();
+        let all = image(&[lock(25, 1), lock(25, 5), lock(26, 1)]);
+        assert_eq!(without_locks(&all, &|pid, file| (pid, file) == (25, 1)).unwrap(), image(&[lock(25, 5), lock(26, 1)]));
+        assert!(without_locks(&all[..all.len() - 1], &|_, _| false).is_err());
     }
 
     #[test]

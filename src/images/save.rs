@@ -540,6 +540,7 @@ impl Run<'_> {
             gpus: needed.into_iter().map(|(uuid, bytes)| GpuUse { uuid, bytes }).collect(),
             cuda: driver::cuda_version().map(|version| version.to_string()).unwrap_or_default(),
             has_connections: look.has_connections,
+            locks: look.locks.iter().filter(|lock| !lock.path.starts_with(self.save.directory.path())).cloned().collect(),
         }
         .put(&mut manifest);
         Ok(manifest)
@@ -673,7 +674,7 @@ fn make(folder: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o700).create(folder)
 }
 
-/// What replaces a plain file as a stream may have another size, and connections to outside are closed.
+/// What replaces a plain file as a stream may have another size and is not locked, and connections to outside are closed.
 fn patch(images: &Path, look: &Look) -> io::Result<()> {
     let changes = patch::Changes {
         is_replaced: &|name| {
@@ -684,6 +685,12 @@ fn patch(images: &Path, look: &Look) -> io::Result<()> {
     };
     let path = images.join("files.img");
     fs::write(&path, patch::changed(&fs::read(&path)?, &changes)?)?;
+    let locks = images.join("filelocks.img");
+    if locks.exists() {
+        let there: BTreeSet<_> = look.replaced.iter().filter_map(|(pid, number)| Some((namespace::pid_there(*pid)?, *number))).collect();
+        let is_replaced = |pid: u64, number: u64| there.contains(&(pid as u32, number as u32));
+        fs::write(&locks, patch::without_locks(&fs::read(&locks)?, &is_replaced)?)?;
+    }
     for one in &look.outside {
         // What was on its way.
         match fs::remove_file(images.join(format!("tcp-stream-{:x}.img", one.inode))) {

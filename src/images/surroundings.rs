@@ -1,9 +1,12 @@
 //! What a program has been running in and goes on with, beside its own memory: files, packages and the processor. CRIU looks at files that are open, and
 //! at those by their size alone.
 
+use crate::details::Lock;
+use crate::tree::named;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use vramctl_store::{Cpu, FilePolicy, OpenFile};
@@ -137,6 +140,41 @@ pub fn changes(files: &[OpenFile]) -> Vec<String> {
         (!is_same).then(|| format!("{path} ({what})"))
     };
     files.iter().filter_map(change).collect()
+}
+
+/// Which of these locks somebody else has, so that the program would wait for it.
+pub fn taken(locks: &[Lock]) -> Vec<String> {
+    let is_taken = |lock: &&Lock| fs::File::open(&lock.path).is_ok_and(|file| conflicts(&file, lock));
+    locks.iter().filter(is_taken).map(|lock| format!("{} ({})", lock.path.display(), holder(&lock.path))).collect()
+}
+
+fn conflicts(file: &fs::File, lock: &Lock) -> bool {
+    let number = file.as_raw_fd();
+    if lock.is_of_file {
+        let wanted = if lock.is_exclusive { libc::LOCK_EX } else { libc::LOCK_SH };
+        // SAFETY: touches no memory. The lock goes with the file.
+        return unsafe { libc::flock(number, wanted | libc::LOCK_NB) } != 0
+            && io::Error::last_os_error().kind() == io::ErrorKind::WouldBlock;
+    }
+    let kind = if lock.is_exclusive { libc::F_WRLCK } else { libc::F_RDLCK };
+    let (start, bytes) = (lock.start, lock.bytes);
+    let mut wanted =
+        libc::flock { l_type: kind as libc::c_short, l_whence: libc::SEEK_SET as libc::c_short, l_start: start, l_len: bytes, l_pid: 0 };
+    // SAFETY: an open file, and a writable structure.
+    let asked = unsafe { libc::fcntl(number, libc::F_OFD_GETLK, &raw mut wanted) };
+    asked == 0 && libc::c_int::from(wanted.l_type) != libc::F_UNLCK
+}
+
+/// Who has a lock on this file.
+fn holder(path: &Path) -> String {
+    let inode = fs::metadata(path).map(|found| format!(":{}", found.ino())).unwrap_or_default();
+    let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
+    let of_it = locks
+        .lines()
+        .map(|line| line.split_whitespace().collect::<Vec<_>>())
+        .find(|words| words.get(5).is_some_and(|file| file.ends_with(&inode)));
+    let pid = of_it.and_then(|words| words.get(4)?.parse::<u32>().ok()).filter(|pid| *pid > 0);
+    pid.map_or_else(|| "by another process".into(), |pid| format!("by {}", named(pid)))
 }
 
 #[cfg(test)]

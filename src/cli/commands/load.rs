@@ -26,6 +26,7 @@ The image is read before anything is started: one that is incomplete, damaged, o
 
 Examples:
   vramctl load /images/llama --name e1
+  vramctl load /images/llama --dry-run    # could it be loaded here?
   vramctl load /images/llama --name e2 --detach --log /var/log/e2.log
   vramctl load /images/llama --copies 4 --port 8000=9001 # e-1 at 9001 and so on")]
 pub struct Args {
@@ -47,6 +48,9 @@ pub struct Args {
     /// Start this many, named NAME-1 and so on, each with the next port, and none with input
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
     copies: Option<u16>,
+    /// Only check whether it can be loaded, and name all that is in the way; starts nothing
+    #[arg(long)]
+    dry_run: bool,
     /// Wait at most this many seconds for room on the GPUs
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
@@ -59,6 +63,21 @@ pub struct Args {
 }
 
 impl Args {
+    /// Says whether it can be loaded, and what is in the way.
+    fn look(&self) -> Result<Exit, CommandError> {
+        let ui = Ui::new(false, true);
+        let (load, mut obstacles) = Load::look(&self.image, self.name.as_deref(), Streams::default(), None, &ui);
+        let load = load.map(|load| if self.port.is_empty() { load } else { load.with_own_network(self.port.clone()) });
+        obstacles.extend(load.iter().flat_map(|load| load.look_for_room(self.copies.unwrap_or(1))));
+        for obstacle in &obstacles {
+            output::complain("error", &obstacle.to_string());
+        }
+        match (load, obstacles.first()) {
+            (Some(load), None) => output::told(output::say(&load.in_words()), Exit::Done),
+            (_, first) => Ok(first.map_or(Exit::Failed, CommandError::exit)),
+        }
+    }
+
     /// Each is a load of its own, and a child of this one, which ends when all have. All programs go on together, or none is left.
     fn start_copies(&self, copies: u16) -> Result<Exit, CommandError> {
         let failed = |error: io::Error| CommandError::new(Exit::Failed, format!("cannot start a copy: {error}"));
@@ -101,6 +120,9 @@ impl Args {
 
 impl Execute for Args {
     fn execute(&self) -> Result<Exit, CommandError> {
+        if self.dry_run {
+            return self.look();
+        }
         init::hold_signals();
         if let Some(copies) = self.copies {
             return self.start_copies(copies);

@@ -51,7 +51,8 @@ impl Machine {
     pub fn command(&self, mut command: Command) -> Command {
         let is_setting = |name: &str| ["VRAMCTL_", "SIMGPU_", "TMS_"].iter().any(|prefix| name.starts_with(prefix));
         for name in env::vars_os().filter_map(|(name, _)| name.into_string().ok()) {
-            if is_setting(&name) || ["LD_PRELOAD", "CUDA_VISIBLE_DEVICES"].contains(&name.as_str()) {
+            // Where CRIU is says nothing of programs.
+            if is_setting(&name) && name != "VRAMCTL_CRIU" || ["LD_PRELOAD", "CUDA_VISIBLE_DEVICES"].contains(&name.as_str()) {
                 command.env_remove(name);
             }
         }
@@ -66,6 +67,9 @@ impl Machine {
             .env("PATH", before(commands, "PATH"))
             .env("SIMGPU_DIR", self.folder.join("gpu"))
             .env("SIMGPU_MEMORY", "256M")
+            // As images need it, with room for a program and its copy.
+            .env("SIMGPU_RESTORE_THREAD", "1")
+            .env("SIMGPU_CONTEXT_BYTES", "2097152")
             .env("VRAMCTL_CONFIG", "")
             .env("VRAMCTL_DIR", self.folder.join("sockets"));
         if let Some(library) = env::var_os("VRAMCTL_LIB") {

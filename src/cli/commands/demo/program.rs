@@ -3,8 +3,9 @@
 use crate::execute::Execute;
 use crate::ui::output;
 use std::ffi::{CStr, c_int, c_uint, c_void};
-use std::io;
-use std::{mem, ptr};
+use std::os::unix::fs::MetadataExt;
+use std::time::Duration;
+use std::{fs, io, mem, ptr, thread};
 use vramctl_coordinator::failure::{CommandError, Exit};
 
 /// The options of `vramctl demo-program`.
@@ -16,11 +17,12 @@ pub struct Args {
 }
 
 const MIB: usize = 1 << 20;
+const CHECK_EVERY: Duration = Duration::from_secs(5);
 /// `CUDA_ERROR_OUT_OF_MEMORY`
 const OUT_OF_MEMORY: c_uint = 2;
 
 impl Execute for Args {
-    /// Fills its memory, and then checks it for each line that it reads.
+    /// Fills its memory, and then checks it for each line that it reads, or now and then if its input is `/dev/null`.
     fn execute(&self) -> Result<Exit, CommandError> {
         let memory = match Memory::take(self.mib as usize) {
             Ok(memory) => memory,
@@ -35,14 +37,20 @@ impl Execute for Args {
             if line.is_err() {
                 break;
             }
-            match memory.first_wrong() {
-                Ok(None) => output::say(&format!("all {} MiB at {:#x} are as they were written", self.mib, memory.address))?,
-                Ok(Some(mib)) => return Err(CommandError::new(Exit::Failed, format!("MiB {mib} is not as it was written"))),
-                Err(code) => return Err(CommandError::new(Exit::Failed, format!("the driver answers {code}"))),
-            }
+            memory.check()?;
+        }
+        // In the background, nobody writes lines.
+        while is_null("/proc/self/fd/0") {
+            thread::sleep(CHECK_EVERY);
+            memory.check()?;
         }
         Ok(Exit::Done)
     }
+}
+
+fn is_null(path: &str) -> bool {
+    let device = |path| fs::metadata(path).map(|found| found.rdev()).ok();
+    device(path).is_some_and(|found| Some(found) == device("/dev/null"))
 }
 
 type Code = c_uint;
@@ -74,6 +82,14 @@ impl Memory {
             check(unsafe { (memory.driver.copy_in)(memory.at(place), piece.as_ptr().cast(), MIB) })?;
         }
         Ok(memory)
+    }
+
+    fn check(&self) -> Result<(), CommandError> {
+        match self.first_wrong() {
+            Ok(None) => output::say(&format!("all {} MiB at {:#x} are as they were written", self.mib, self.address)),
+            Ok(Some(mib)) => Err(CommandError::new(Exit::Failed, format!("MiB {mib} is not as it was written"))),
+            Err(code) => Err(CommandError::new(Exit::Failed, format!("the driver answers {code}"))),
+        }
     }
 
     /// The first MiB that is not as it was written.
