@@ -4,7 +4,7 @@
 use crate::common::machine::{Machine, Program};
 use crate::common::sharing::{MIB, PROGRAM};
 use crate::common::{SetOnDrop, built, eventually, in_parallel, patiently, programs, some};
-use crate::taking_turns::{crowded, one_at_a_time, sharing, start_all, view};
+use crate::taking_turns::{crowded, one_at_a_time, sharing, start_all};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,13 +14,15 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
-/// The scheduler's process and its epoch, once there is one that answers.
+/// What `vramctl share` shows, once there is a scheduler that answers.
+fn seen<T>(machine: &Machine, what: impl Fn(&Value) -> Option<T>) -> T {
+    let ask = || what(&serde_json::from_str(&machine.vramctl("share --json").out).ok()?);
+    patiently(|| ask().ok_or(())).unwrap_or_else(|()| panic!("no scheduler answers"))
+}
+
+/// The scheduler's process and its epoch.
 fn scheduler(machine: &Machine) -> (i32, u64) {
-    let ask = || {
-        let view: Value = serde_json::from_str(&machine.vramctl("share --json").out).ok()?;
-        Some((view["scheduler"].as_i64()? as i32, view["epoch"].as_u64()?))
-    };
-    patiently(|| ask().ok_or(())).expect("a scheduler")
+    seen(machine, |view| Some((view["scheduler"].as_i64()? as i32, view["epoch"].as_u64()?)))
 }
 
 fn signal(pid: i32, signal: libc::c_int) {
@@ -178,9 +180,8 @@ fn taken(program: &mut Program, mib: u64, number: u8) -> String {
 }
 
 fn members(machine: &Machine) -> Vec<(u64, String)> {
-    let view = view(machine);
-    let members = view["members"].as_array().unwrap().iter();
-    members.map(|one| (one["pid"].as_u64().unwrap(), one["name"].as_str().unwrap().to_owned())).collect()
+    let member = |one: &Value| Some((one["pid"].as_u64()?, one["name"].as_str()?.to_owned()));
+    seen(machine, |view| view["members"].as_array()?.iter().map(member).collect())
 }
 
 /// While its memory is away and while a call of it waits. Its children have nothing of all that, and outlive it.

@@ -40,7 +40,7 @@ pub(crate) fn start_all(machine: &Machine) -> Vec<Program> {
     all
 }
 
-pub(crate) fn view(machine: &Machine) -> Value {
+fn view(machine: &Machine) -> Value {
     machine.vramctl("share --json").expect(0, "", "").json()
 }
 
