@@ -472,8 +472,11 @@ fn copies_are_loaded_together_or_not_at_all() {
     ended.signal(libc::SIGTERM);
     assert_eq!(ended.ended().code(), Some(128 + libc::SIGTERM));
     images.nothing_is_left("a signal");
-    // Later, each is a program of its own.
-    let mut copies = Program::spawn(&mut images.cli(&load));
+    // Once all go on, which each command says, each is a program of its own.
+    let mut copies = images.cli(&load.replace(" --quiet", ""));
+    let mut copies = copies.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(copies.stderr.take().unwrap()).lines().map(Result::unwrap);
+    assert_eq!(lines.by_ref().filter(|line| line.starts_with("loaded copy-")).take(2).count(), 2);
     let served = |number: u16| {
         let mut lines = BufReader::new(common::patiently(|| TcpStream::connect(("127.0.0.1", first + number))).expect("a port"));
         writeln!(lines.get_mut(), "devices()").unwrap();
@@ -486,8 +489,8 @@ fn copies_are_loaded_together_or_not_at_all() {
     assert_eq!(unsafe { libc::kill(pid as i32, libc::SIGKILL) }, 0);
     images.vramctl("status copy-2").expect(0, "", "");
     assert_eq!(served(1), "2\n");
-    copies.signal(libc::SIGTERM);
-    copies.ended();
+    assert_eq!(unsafe { libc::kill(copies.id() as i32, libc::SIGTERM) }, 0);
+    copies.wait().unwrap();
     images.nothing_is_left("copies");
 }
 
