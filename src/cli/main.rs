@@ -164,10 +164,11 @@ fn with_log(failure: CommandError) -> CommandError {
         return failure;
     }
     let logs = logs::names();
-    match std::env::args().skip(2).find(|word| logs.contains(word)) {
+    let has_ended = |name: &String| logs.contains(name) && logs::open(name).is_ok_and(|file| !logs::is_written(&file));
+    match std::env::args().skip(2).find(has_ended) {
         Some(name) => {
             let name = text::quoted(&name);
-            let text = format!("{failure}. {name} has run in the background, and has ended: `vramctl logs {name}` has what it has printed");
+            let text = format!("{name} has run in the background, and has ended: `vramctl logs {name}` has what it has printed; {failure}");
             failure.saying(text)
         }
         None => failure,

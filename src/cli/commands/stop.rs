@@ -3,6 +3,7 @@
 use crate::arguments::{ProcessesOrOnly, seconds};
 use crate::execute::Execute;
 use crate::ui::{Ui, output};
+use std::collections::BTreeMap;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::address::hidden;
@@ -18,7 +19,8 @@ use vramctl_model::Verb;
 #[derive(clap::Args)]
 #[command(after_long_help = "\
 Resumes the processes if they are paused or suspended, because a program that stands still could not save anything at its end; then SIGTERM, \
-and after --timeout SIGKILL. If they cannot be resumed, they are left as they are.
+and after --timeout SIGKILL. Those that run end first, and then one job after another that was away comes back, and ends: programs that take \
+turns need not fit on the GPU together. What cannot be resumed is left as it is.
 
 Examples:
   vramctl stop engine
@@ -46,12 +48,41 @@ impl Execute for Args {
         if let Some(unseen) = chosen.iter().find(|process| hidden(process.pid).is_some()) {
             return Err(CommandError::new(Exit::Failed, format!("{unseen}: it can only be stopped where it runs. Nothing was done")));
         }
-        if chosen.iter().any(|process| process.is_held() || process.suspended().is_some()) {
-            self.resume(&chosen)?;
+        let mut jobs = BTreeMap::<_, Vec<_>>::new();
+        for process in chosen {
+            jobs.entry(process.job_or_itself()).or_default().push(process);
         }
-        let all: Vec<_> = chosen.iter().map(|process| (process.pid, process.to_string())).chain(beginning).collect();
+        let is_away = |job: &Vec<Process>| job.iter().any(|process| process.is_held() || process.suspended().is_some());
+        let (away, there): (Vec<_>, Vec<_>) = jobs.into_values().partition(is_away);
+        let named = |process: &Process| (process.pid, process.to_string());
+        let there: Vec<_> = there.iter().flatten().map(named).chain(beginning).collect();
+        if !there.is_empty() {
+            self.end(&there)?;
+        }
+        for (at, job) in away.iter().enumerate() {
+            self.resume(job).map_err(|failure| {
+                let is_first = there.is_empty() && at == 0;
+                failure.adding(if is_first {
+                    ". Nothing was stopped: `kill -KILL` ends it without a resume"
+                } else {
+                    ". It was not stopped: `kill -KILL` ends it without a resume"
+                })
+            })?;
+            self.end(&job.iter().map(named).collect::<Vec<_>>())?;
+        }
+        Ok(Exit::Done)
+    }
+
+    fn drives_checkpoints(&self) -> bool {
+        true
+    }
+}
+
+impl Args {
+    /// Ends these, and tells of it.
+    fn end(&self, all: &[(u32, String)]) -> Result<(), CommandError> {
         let begun = Instant::now();
-        let ended = end(&all, self.timeout);
+        let ended = end(all, self.timeout);
         Deed {
             what: "stop",
             job: all.first().map_or("", |(_, name)| name),
@@ -63,19 +94,13 @@ impl Execute for Args {
         .tell();
         let killed = ended?;
         if !self.quiet {
-            for (pid, name) in &all {
+            for (pid, name) in all {
                 output::say(&format!("{} {name}", if killed.contains(pid) { "killed" } else { "stopped" }))?;
             }
         }
-        Ok(Exit::Done)
+        Ok(())
     }
 
-    fn drives_checkpoints(&self) -> bool {
-        true
-    }
-}
-
-impl Args {
     fn resume(&self, chosen: &[Process]) -> Result<(), CommandError> {
         let ui = Ui::new(false, true);
         let target = Target::of(chosen.iter().map(|process| Target::Pid(process.pid)).collect()).unwrap_or(Target::Only);
@@ -83,7 +108,7 @@ impl Args {
         let operation = Operation::new(Verb::Resume, target, scope, Deadline::new(Some(self.timeout)), HowToPause::default());
         let outcome = Plan::make(operation, &ui)?.restore_suspended(&ui)?.run(&Consent::default(), &ui);
         let failed = CommandError::original(outcome.all().filter_map(|one| one.result.as_ref().err())).cloned();
-        failed.map_or(Ok(()), |failure| Err(failure.adding(". Nothing was stopped: `kill -KILL` ends it without a resume")))
+        failed.map_or(Ok(()), Err)
     }
 }
 
