@@ -304,13 +304,12 @@ fn programs_are_moved_and_swapped_by_key_and_curves_tell_what_has_been() {
     top.shows(&["other comes back, who leaves: _"]);
     top.press("engine\r");
     top.shows(&["$ vramctl swap engine other"]);
-    top.press("y");
-    top.shows(&["engine (pid", "held, paused"]);
-    top.shows(&["other (pid", "active"]);
-    top.press("w");
-    top.shows(&["other leaves, who comes back: _"]);
+    top.press("n");
+    top.expect("no question", |screen| !screen.contains("Really?"));
+    top.press("m");
+    top.shows(&["move other to GPU: _"]);
     top.press("\x1b");
-    top.expect("no question", |screen| !screen.contains("who comes back"));
+    top.expect("no question", |screen| !screen.contains("to GPU"));
     top.press("q");
     assert_eq!(top.ended().code(), Some(0));
     drop(other);
