@@ -281,8 +281,7 @@ fn a_file_that_shrinks_in_a_load_ends_it() {
         held.is_reached();
         fs::File::options().write(true).open(&path).unwrap().set_len(4096.min(whole.len() as u64 / 2)).unwrap();
         held.go();
-        let ran = Ran::end_of(load).expect(1, "", says);
-        assert!(ran.err.contains("Nothing of the program is left"), "{path:?}: {ran:?}");
+        Ran::end_of(load).expect(1, "", says);
         images.nothing_is_left(&format!("{path:?}"));
         fs::write(&path, whole).unwrap();
     }
