@@ -311,6 +311,10 @@ impl Node {
                 self.step(Event::Asks { program, ask: asked.ask, room: asked.room });
             }
         }
+        let ends_late = old.away != new.away && !self.moving.values().any(|programs| programs.contains(&program));
+        if ends_late {
+            self.step(Event::Held(program, new.away));
+        }
         if old.away != new.away {
             self.learn_of_pauses(&[pid]);
         }
@@ -324,7 +328,7 @@ impl Node {
             let activity = if idle == 0 { Activity::Busy } else { Activity::Idle(Duration::from_millis(idle)) };
             self.step(Event::Activity(program, activity));
         }
-        if old.calls_wait_ms.is_none() && new.calls_wait_ms.is_some() {
+        if (old.calls_wait_ms.is_none() || ends_late) && new.calls_wait_ms.is_some() {
             self.step(Event::Called(program));
         }
     }

@@ -149,6 +149,8 @@ pub enum Event {
     Capturing(ProgramId, bool),
     /// Somebody else has paused it or resumed it.
     Paused(ProgramId, bool),
+    /// A pause or resume has ended that the scheduler before this one had begun: whether the program is held for the scheduler now.
+    Held(ProgramId, bool),
     /// A person has changed its settings.
     Settings(ProgramId, Settings),
     /// A change of places has ended.

@@ -47,6 +47,7 @@ impl State {
             Event::Paused(program, paused) => {
                 self.with(program, |one| (one.paused, one.works) = (paused, Works::Unknown));
             }
+            Event::Held(program, held) => self.with(program, |one| one.held = held),
             Event::Settings(program, settings) => self.with(program, |one| one.settings = settings),
             Event::Done { change, outcome, programs } => self.finish(change, outcome, programs, actions),
             Event::Timer => (),

@@ -81,6 +81,18 @@ fn what_the_dead_were_to_give_is_promised_to_who_comes() {
     assert!(late.contains(&Action::Grant(ProgramId(3), AskId(0))), "the rest is free: {late:?}");
 }
 
+/// A scheduler takes over in the middle of a pause, which ends after the program has joined.
+#[test]
+fn a_pause_that_ends_late_is_the_schedulers_own() {
+    let mut state = node();
+    state.step(Duration::ZERO, Event::Joined(Box::new(program(1, 40, 0))));
+    let away = program(1, 0, 40).memory.remove(&GPU).unwrap();
+    state.step(Duration::from_secs(1), Event::Memory { program: ProgramId(1), gpu: GPU, memory: away });
+    state.step(Duration::from_secs(1), Event::Held(ProgramId(1), true));
+    let comes = state.step(Duration::from_secs(1), Event::Called(ProgramId(1))).actions;
+    assert!(comes.iter().any(|action| matches!(action, Action::Change(change) if change.coming == [ProgramId(1)])), "{comes:?}");
+}
+
 /// Jobs that start at the same moment do not keep each other from their first memory: when one leaves, the next may begin.
 #[test]
 fn jobs_that_wait_for_their_first_memory_are_served_one_after_the_other() {
