@@ -103,8 +103,8 @@ pub fn reset() -> Result<(), Error> {
     };
     if state.last == number {
         state.ask = Ask::None;
-        // Until its loop says otherwise.
-        state.is_idle = answered == Some(true);
+        // A loop that has answered has said it itself. Else until it says otherwise.
+        state.is_idle &= answered.is_some();
     }
     drop(state);
     match answered {
