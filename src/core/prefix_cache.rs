@@ -6,7 +6,7 @@
 //!
 //! What is in the KV cache is worth nothing from a reset until the next call that starts device work: only such a call can put anything there, and
 //! a request that the engine accepts meanwhile is computed by such calls. So a pause that has closed the gate knows whether it must keep the contents
-//! ([`is_reset`]), whatever has happened since the reset, and for each process of a job by itself.
+//! (`is_reset`), whatever has happened since the reset, and for each process of a job by itself.
 
 use crate::gate;
 use std::sync::{Condvar, Mutex, MutexGuard};
