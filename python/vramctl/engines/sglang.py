@@ -54,7 +54,7 @@ ARENA = Hook(
     without="such a cache keeps the process's tag",
 )
 IDLE = Hook(
-    what="resets the prefix cache of an idle engine that gives way (`vramctl run --share`), on the engine's loop",
+    what="resets the prefix cache of an idle engine that gives way (`vramctl run --share`), on its scheduler's loop",
     through=_HOOK,
     places=(
         Place("sglang.srt.managers.scheduler:Scheduler.on_idle", "0.5.16"),
