@@ -223,11 +223,13 @@ fn a_recording_that_is_ended_is_written() {
     }
 }
 
-/// Whether a process has blocked a signal in its first thread.
+/// Whether a process has blocked a signal in one of its threads. The one that waits for it (`sigtimedwait`) does not count as one while it waits.
 fn blocks(pid: u32, signal: i32) -> bool {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap();
-    u64::from_str_radix(blocked.trim(), 16).unwrap() >> (signal - 1) & 1 == 1
+    fs::read_dir(format!("/proc/{pid}/task")).unwrap().any(|thread| {
+        let status = fs::read_to_string(thread.unwrap().path().join("status")).unwrap_or_default();
+        let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:"));
+        blocked.is_some_and(|blocked| u64::from_str_radix(blocked.trim(), 16).unwrap() >> (signal - 1) & 1 == 1)
+    })
 }
 
 #[test]
