@@ -446,15 +446,21 @@ fn free_ports(count: u16) -> u16 {
     }
 }
 
-/// All copies go on, or none is left: one that finds its port taken, one that is killed, and the command itself.
-#[test]
-fn copies_are_loaded_together_or_not_at_all() {
-    let Some(images) = Images::on(machine) else { return };
-    let (mut program, _) = start_five(&images);
+/// Saves the five as `image`, with a server among them. Returns its port, and where the memory of the engine is.
+fn save_server(images: &Images) -> (u64, u64) {
+    let (mut program, memory) = start_five(images);
     let port = program.number("keep('server', socket.create_server(('127.0.0.1', 0))) and kept['server'].getsockname()[1]");
     says(&mut program, "serve(kept['server'])", "None");
     images.save("server", "image").expect(0, "5 processes", "");
     program.ended();
+    (port, memory)
+}
+
+/// All copies go on, or none is left: one that finds its port taken, one that is killed, and the command itself.
+#[test]
+fn copies_are_loaded_together_or_not_at_all() {
+    let Some(images) = Images::on(machine) else { return };
+    let (port, _) = save_server(&images);
     let first = free_ports(2);
     let load = format!("load {} --name copy --copies 2 --port {port}={first} --quiet", images.image("image"));
     let taken = TcpListener::bind(("127.0.0.1", first + 1)).unwrap();
@@ -497,11 +503,7 @@ fn copies_are_loaded_together_or_not_at_all() {
 #[test]
 fn four_copies_run_at_once_each_behind_a_port_of_its_own() {
     let Some(images) = Images::on(machine) else { return };
-    let (mut program, memory) = start_five(&images);
-    let port = program.number("keep('server', socket.create_server(('127.0.0.1', 0))) and kept['server'].getsockname()[1]");
-    says(&mut program, "serve(kept['server'])", "None");
-    images.save("server", "image").expect(0, "5 processes", "");
-    program.ended();
+    let (port, memory) = save_server(&images);
     let first = free_ports(4);
     let mut copies =
         Program::spawn(&mut images.cli(&format!("load {} --name copy --copies 4 --port {port}={first} --quiet", images.image("image"))));

@@ -142,7 +142,7 @@ impl Load {
 
     /// What is in the way now and may not be later: memory, of which a load waits for its `--timeout`, and ports.
     pub fn look_for_room(&self, copies: u16) -> Vec<CommandError> {
-        let contents: u64 = self.image.manifest().contents.iter().map(|listed| listed.of.bytes).sum();
+        let contents = self.contents_bytes();
         // Of several GPUs, each has its part of the contents; the least is what the driver's restore takes.
         let tags = if self.details.gpus.len() == 1 { contents } else { 0 };
         let cards = driver::cards().unwrap_or_default();
@@ -161,11 +161,15 @@ impl Load {
         short.chain(taken).collect()
     }
 
+    fn contents_bytes(&self) -> u64 {
+        self.image.manifest().contents.iter().map(|listed| listed.of.bytes).sum()
+    }
+
     /// Its name, and what it needs of the machine, for people.
     pub fn in_words(&self) -> String {
         let manifest = self.image.manifest();
         let (processes, gpus) = (manifest.processes.len(), self.details.gpus.len());
-        let contents = Bytes(manifest.contents.iter().map(|listed| listed.of.bytes).sum());
+        let contents = Bytes(self.contents_bytes());
         format!("{} can be loaded: {processes} processes, {contents} of contents, on {gpus} GPUs", self.name)
     }
 
