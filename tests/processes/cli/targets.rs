@@ -314,8 +314,10 @@ fn a_process_that_is_not_managed_is_told_why() {
     machine.vramctl(&format!("pause --pid {}", plain.id())).expect(3, "", start_again);
     let starting = machine.cli("run sleep 100").spawn().unwrap();
     let pid = starting.id();
-    common::eventually("it has the library", || {
-        fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.contains("libvramctl"))
+    // `vramctl run` itself opens the library, too, before it becomes the program.
+    common::eventually("the program has the library", || {
+        let has = |file: &str, text: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).is_ok_and(|all| all.contains(text));
+        has("comm", "sleep") && has("maps", "libvramctl")
     });
     machine.vramctl(&format!("pause --pid {pid}")).expect(3, "", "is starting: it has not allocated GPU memory yet");
     let other = Machine::without_gpus();
