@@ -9,10 +9,10 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Child, ChildStderr, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -214,6 +214,16 @@ fn a_step_may_take_longer_than_a_process_waits_for_a_request() {
     });
 }
 
+/// Waits until a command says that it is second in the queue.
+#[track_caller]
+fn is_second_in_the_queue(command: &mut Child) -> BufReader<ChildStderr> {
+    let mut said = BufReader::new(command.stderr.take().unwrap());
+    let mut line = String::new();
+    said.read_line(&mut line).unwrap();
+    assert!(line.contains("number 2 in the queue for GPU memory, behind job first"), "{line}");
+    said
+}
+
 /// A smaller job would fit before the first has room.
 #[test]
 fn suspended_jobs_queue_for_memory() {
@@ -229,13 +239,12 @@ fn suspended_jobs_queue_for_memory() {
     let waits = resume("first");
     common::eventually_waits_for_memory(&machine.sockets());
     machine.vramctl("resume --name second").expect(5, "", "goes to job first first");
-    let behind = resume("second");
-    thread::sleep(Duration::from_millis(500));
+    let mut behind = resume("second");
+    let _said = is_second_in_the_queue(&mut behind);
     assert_eq!(machine.gpus()[0].1, 1, "the hog");
     drop(hog);
     Ran::end_of(waits).expect(0, "resumed default of first", "");
-    let said = Ran::end_of(behind);
-    said.has(0, "", "number 2 in the queue for GPU memory, behind job first");
+    Ran::end_of(behind).has(0, "", "");
     first.is_well();
     second.is_well();
 }
@@ -247,15 +256,16 @@ fn a_suspended_job_is_not_overtaken_between_its_context_and_its_memory() {
     let (mut first, mut second) = (machine.engine("first"), machine.engine("second"));
     machine.vramctl("suspend --all").expect(0, "suspended second", "");
     let _hog = machine.hog(0, 70);
-    let mut second_resume = None;
+    let mut behind = None;
     let said = machine.vramctl_meanwhile("cuCheckpointProcessUnlock:1:stop-after", "resume --name first --timeout 60", || {
-        second_resume = Some(machine.begin("resume --name second --timeout 3"));
-        thread::sleep(Duration::from_millis(500));
+        // Longer than the first needs on a busy machine.
+        let mut waits = machine.begin("resume --name second --timeout 10");
+        behind = Some((is_second_in_the_queue(&mut waits), waits));
     });
     said.unwrap().expect(0, "resumed default of first", "");
-    let said = Ran::end_of(second_resume.unwrap());
-    said.has(4, "", "needed");
-    assert!(said.text().contains("number 2 in the queue"), "{}", said.text());
+    let ((mut said, waits), mut rest) = (behind.unwrap(), String::new());
+    said.read_to_string(&mut rest).unwrap();
+    Ran { err: rest, ..Ran::end_of(waits) }.has(4, "", "needed");
     first.is_well();
     drop(first);
     machine.vramctl("resume --name second").expect(0, "resumed default of second", "");
@@ -299,19 +309,28 @@ fn a_timeout_is_for_the_whole_resume() {
     machine.vramctl("suspend engine").expect(0, "suspended", "");
     let lock = fs::File::create(machine.folder.path().join("sockets/restore.lock")).unwrap();
     lock.lock().unwrap();
-    let begun = Instant::now();
     machine.vramctl("resume --timeout 0.5").expect(5, "", "has been restoring a job");
-    assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
 
     // Room for its context, but not for its memory.
     let _hog = machine.hog(0, 180);
-    let begun = Instant::now();
-    let waits = machine.begin("resume default --timeout 8");
-    thread::sleep(Duration::from_secs(6));
-    drop(lock);
-    let said = Ran::end_of(waits);
-    said.has(4, "restored engine", "");
-    assert!(begun.elapsed() < Duration::from_secs(13), "{:?}", begun.elapsed());
+    // With a time of its own for the memory, it would take one and three quarters of the timeout. A busy machine gets more.
+    let is_for_all = |timeout: u64| {
+        let begun = Instant::now();
+        let waits = machine.begin(&format!("resume default --timeout {timeout}"));
+        thread::sleep(Duration::from_secs(timeout * 3 / 4));
+        lock.unlock().unwrap();
+        let said = Ran::end_of(waits);
+        let took = begun.elapsed();
+        let is_restored = said.code == Some(4) && said.out.contains("restored engine");
+        if is_restored {
+            assert!(took < Duration::from_secs(timeout * 7 / 4), "{took:?}: {said:?}");
+        } else {
+            said.expect(5, "", "has been restoring a job");
+            lock.lock().unwrap();
+        }
+        is_restored
+    };
+    assert!([8, 40].into_iter().any(is_for_all), "it is never restored in time");
     drop(engine);
 }
 
@@ -687,14 +706,13 @@ fn a_suspend_whose_client_has_hung_up_sets_nothing_aside() {
     machine.vramctl("pause --name engine").expect(0, "paused", "");
     let socket = machine.sockets().join(format!("{}.sock", engine.pid()));
     // Stopped, it reads no request before its client has hung up.
-    engine.signal(libc::SIGSTOP);
-    assert_eq!(unsafe { libc::waitpid(engine.pid() as i32, std::ptr::null_mut(), libc::WUNTRACED) }, engine.pid() as i32);
+    engine.stop();
     for _ in 0..5 {
         let mut stream = UnixStream::connect(&socket).unwrap();
         stream.write_all(b"{\"version\":1,\"request\":\"suspend\"}\n").unwrap();
         drop(stream);
     }
-    engine.signal(libc::SIGCONT);
+    engine.go_on();
     // Its request waits for the earlier ones.
     let mut last = UnixStream::connect(&socket).unwrap();
     last.write_all(b"{\"version\":1,\"request\":\"plan\"}\n").unwrap();
@@ -1636,10 +1654,8 @@ fn a_suspend_that_waits_delays_no_answer() {
     thread::scope(|scope| {
         let suspended = scope.spawn(|| Memory::get().suspend(|| false).map(drop).map_err(|error| error.kind()));
         common::eventually("it waits", exit::is_quiesced);
-        let begun = Instant::now();
         let status = Memory::get().status();
-        let took = begun.elapsed();
-        assert!(!suspended.is_finished() && took < Duration::from_secs(1), "{took:?}");
+        assert!(!suspended.is_finished(), "the status has waited for the suspend");
         assert_eq!(status.tags.len(), 1);
         drop(in_driver);
         assert_eq!(suspended.join().unwrap(), Ok(()));
