@@ -303,16 +303,24 @@ fn without_times(text: &str) -> String {
     text.lines().map(without).collect()
 }
 
-/// The text with another word wherever this number stands by itself.
+/// The text with another word wherever this number stands by itself, and is not a part of a decimal fraction: an id may be as small as a size.
 fn replaced(text: &str, number: &str, word: &str) -> String {
     let (mut done, mut rest) = (String::new(), text);
+    let is_digit = |one: char| one.is_ascii_digit();
     while let Some((before, after)) = rest.split_once(number) {
-        let is_within =
-            before.ends_with(|last: char| last.is_ascii_alphanumeric()) || after.starts_with(|first: char| first.is_ascii_alphanumeric());
+        let is_within = before.ends_with(|last: char| last.is_ascii_alphanumeric())
+            || after.starts_with(|first: char| first.is_ascii_alphanumeric())
+            || before.strip_suffix('.').is_some_and(|before| before.ends_with(is_digit))
+            || after.strip_prefix('.').is_some_and(|after| after.starts_with(is_digit));
         done = done + before + if is_within { number } else { word };
         rest = after;
     }
     done + rest
+}
+
+/// The row of a process in a table whose first column has the ids. An id has any number of digits, and may be a part of another number.
+pub fn row_of(table: &str, pid: u32) -> Option<&str> {
+    table.lines().find(|line| line.split_whitespace().next() == Some(&pid.to_string()))
 }
 
 /// A finished command.
@@ -401,6 +409,21 @@ fn output_of(command: Child) -> Output {
 
 /// A child that ends with the test, however that ends.
 pub struct Killed(pub Child);
+
+/// Stops a child. Its threads run until each has noticed, and could still answer somebody: that is awaited.
+#[track_caller]
+pub fn stop(child: &Child) {
+    let pid = child.id().cast_signed();
+    // SAFETY: a child of this process, whose status is not asked for.
+    assert!(unsafe { libc::kill(pid, libc::SIGSTOP) == 0 && libc::waitpid(pid, std::ptr::null_mut(), libc::WUNTRACED) == pid });
+}
+
+/// Has a child go on that was stopped.
+#[track_caller]
+pub fn go_on(child: &Child) {
+    // SAFETY: touches no memory.
+    assert_eq!(unsafe { libc::kill(child.id().cast_signed(), libc::SIGCONT) }, 0);
+}
 
 impl Deref for Killed {
     type Target = Child;
@@ -571,11 +594,14 @@ impl Program {
         assert!(rest.trim().is_empty() || rest.trim().ends_with("ok") || rest.contains("bye"), "{rest}");
     }
 
-    /// Stops it; its threads run until each has noticed, which is awaited.
+    #[track_caller]
     pub fn stop(&self) {
-        self.signal(libc::SIGSTOP);
-        // SAFETY: a child of this process; its status is not asked for.
-        assert!(unsafe { libc::waitpid(self.pid() as i32, std::ptr::null_mut(), libc::WUNTRACED) } > 0);
+        stop(&self.child);
+    }
+
+    #[track_caller]
+    pub fn go_on(&self) {
+        go_on(&self.child);
     }
 
     pub fn kill(&mut self) {

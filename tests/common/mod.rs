@@ -21,10 +21,11 @@ use cudarc::driver::sys::CUmemAllocationProp;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fmt::Debug;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::Write;
 use std::mem::transmute;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -200,6 +201,16 @@ pub fn programs() -> &'static Path {
         std::os::unix::fs::symlink(folder, &link).unwrap();
         link
     })
+}
+
+/// Writes a program to execute, such as a script. Another process does it: a program that another thread is just starting would still have this
+/// one's descriptor, and what is open for writing cannot be executed ("Text file busy").
+#[track_caller]
+pub fn write_executable(path: &Path, contents: impl AsRef<[u8]>) {
+    let mut writes = Command::new("sh").args(["-c", "cat >\"$0\" && chmod 755 \"$0\""]).arg(path).stdin(Stdio::piped()).spawn().unwrap();
+    // It reads to the end, which is when this is dropped.
+    writes.stdin.take().unwrap().write_all(contents.as_ref()).unwrap();
+    assert!(writes.wait().unwrap().success(), "{}", path.display());
 }
 
 /// The C compiler: $CC, else cc.

@@ -21,7 +21,7 @@ mod status;
 mod targets;
 
 use crate::common;
-use crate::common::machine::{Killed, Machine, Ran};
+use crate::common::machine::{Killed, Machine, Ran, row_of, stop};
 use crate::common::{command_line, interruptible, library};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -382,10 +382,9 @@ fn is_transition(request: &Request) -> bool {
     matches!(request, Request::Pause(_) | Request::Resume(_))
 }
 
-/// A copy to execute. Another process writes it: a program that another thread is just starting would still have our descriptor, and what
-/// is open for writing cannot be executed.
+/// A copy to execute.
 fn copy_command(to: &Path) {
-    assert!(Command::new("cp").arg(command_line()).arg(to).status().unwrap().success());
+    common::write_executable(to, fs::read(command_line()).unwrap());
 }
 
 /// A listening process that is stopped, as by a debugger or a frozen cgroup.
@@ -410,9 +409,9 @@ impl Stopped {
         let mut child = command.spawn().unwrap();
         let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
         assert_eq!(said.next().unwrap().unwrap(), "ready");
-        // SAFETY: touches no memory; the child is ours.
-        assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGSTOP) }, 0);
-        Self { socket: machine.socket(child.id()), child: Killed(child) }
+        let child = Killed(child);
+        stop(&child);
+        Self { socket: machine.socket(child.id()), child }
     }
 
     fn pid(&self) -> u32 {

@@ -467,11 +467,9 @@ fn an_import_does_not_wait_for_a_stopped_program() {
     let mut owner = Rank::start(&machine, 1);
     let to_log = |command: &mut Command| _ = command.env("VRAMCTL_LOG", "debug").stderr(fs::File::create(&log).unwrap());
     let mut importer = Rank::start_changed(&machine, 2, &format!("create({BYTES})"), to_log);
-    let send = |signal| assert_eq!(unsafe { libc::kill(bystander.program.pid().cast_signed(), signal) }, 0);
-    send(libc::SIGSTOP);
-    common::eventually("it stops", || vramctl_host::system::is_stopped(bystander.program.pid()));
+    bystander.program.stop();
     let (_, address) = importer.import(&mut owner);
-    send(libc::SIGCONT);
+    bystander.program.go_on();
     assert_eq!(importer.read(address), "[2]");
     let said = fs::read_to_string(&log).unwrap();
     assert!(!said.contains(&format!("process {} does not share its memory", bystander.program.pid())), "{said}");

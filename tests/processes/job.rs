@@ -2,7 +2,7 @@
 //! library on a simulated machine.
 
 use crate::common;
-use crate::common::machine::{Machine, Program, Ran, Wire, proxy};
+use crate::common::machine::{Machine, Program, Ran, Wire, proxy, row_of};
 use crate::common::{eventually, in_parallel};
 use serde_json::{Value, json};
 use std::fs;
@@ -441,7 +441,7 @@ fn happens(verb: &str, moment: Moment, event: Event) -> bool {
         }
     }
     if event == Event::RankStopped {
-        ranks[1].signal(libc::SIGCONT);
+        ranks[1].go_on();
         assert_eq!(machine.settled(&ranks.each_ref()), state, "{case}");
     }
     let told = machine.vramctl("status").expect(0, "", "");
@@ -570,14 +570,11 @@ fn a_lease_that_ends_at_the_commit_is_the_cause() {
     let mut command = machine.cli(&["pause", "--name", "engine"]);
     let coordinator = command.env("VRAMCTL_DIR", between.path()).stderr(Stdio::piped()).spawn().unwrap();
     prepared.recv_timeout(Duration::from_secs(100)).unwrap();
-    let pid = coordinator.id() as i32;
-    assert_eq!(unsafe { libc::kill(pid, libc::SIGSTOP) }, 0);
-    // Its threads run until each has noticed.
-    assert!(unsafe { libc::waitpid(pid, std::ptr::null_mut(), libc::WUNTRACED) } > 0);
+    common::machine::stop(&coordinator);
     go_on.send(()).unwrap();
     drop(go_on);
     assert_eq!(machine.settled(&[&engine]), "active");
-    assert_eq!(unsafe { libc::kill(pid, libc::SIGCONT) }, 0);
+    common::machine::go_on(&coordinator);
     let ran = Ran::end_of(coordinator);
     assert!(ran.code != Some(0) && ran.err.contains("undone: the client has been silent for 5000 ms"), "{}", ran.err);
     engine.verify();
@@ -862,7 +859,7 @@ fn two_runs_of_one_name_are_told_apart() {
     assert!(ready.starts_with("ready"), "{ready}");
 
     let ps = machine.vramctl("ps").out;
-    let of = |pid: u32| ps.lines().find(|line| line.starts_with(&pid.to_string())).unwrap().to_owned();
+    let of = |pid: u32| row_of(&ps, pid).unwrap().to_owned();
     let run = |pid: u32| of(pid).split("(run-").nth(1).unwrap()[..8].to_owned();
     assert_ne!(run(left.pid()), run(again.id()), "{ps}");
     let both = "2 runs have the name eng, and count as one job: ";
@@ -927,7 +924,7 @@ fn a_first_pause_waits_for_ranks_whose_sockets_were_just_deleted() {
     }
     // One that does not create it again in time is named, and nothing is paused without it.
     let mut ranks: [Program; 3] = machine.job("engine");
-    ranks[2].signal(libc::SIGSTOP);
+    ranks[2].stop();
     fs::remove_file(machine.socket(ranks[2].pid())).unwrap();
     let named = format!("engine (pid {}) (it lives, but somebody has deleted its socket", ranks[2].pid());
     machine.vramctl("pause --name engine").expect(5, "", &named);
@@ -935,7 +932,7 @@ fn a_first_pause_waits_for_ranks_whose_sockets_were_just_deleted() {
     assert_eq!(machine.settled(&[&ranks[0], &ranks[1]]), "active");
     // Nobody else waits for it.
     machine.vramctl("status --name another").expect(3, "", "");
-    ranks[2].signal(libc::SIGCONT);
+    ranks[2].go_on();
     machine.vramctl("pause --name engine").expect(0, "paused job engine: 3 processes, ", "");
     machine.vramctl("resume --name engine").expect(0, "", "");
     ranks.iter_mut().for_each(Program::verify);
@@ -952,12 +949,12 @@ fn a_rank_whose_socket_was_just_deleted_is_not_left_behind() {
     ranks.iter_mut().for_each(Program::verify);
     // One that does not create it again in time is named, and nothing is resumed without it.
     machine.vramctl("pause --name engine").expect(0, "", "");
-    ranks[2].signal(libc::SIGSTOP);
+    ranks[2].stop();
     fs::remove_file(machine.socket(ranks[2].pid())).unwrap();
     let named = format!("engine (pid {}) (it lives, but somebody has deleted its socket", ranks[2].pid());
     machine.vramctl("resume --name engine").expect(5, "", &named);
     assert_eq!(machine.settled(&[&ranks[0], &ranks[1]]), "paused, held");
-    ranks[2].signal(libc::SIGCONT);
+    ranks[2].go_on();
     machine.vramctl("resume --name engine").expect(0, "resumed job engine: 3 processes, ", "");
     ranks.iter_mut().for_each(Program::verify);
 }

@@ -120,9 +120,9 @@ fn a_pause_that_is_undone_counts_as_failed() {
 fn a_stopped_process_is_down_and_the_others_are_reported() {
     let machine = Machine::new();
     let (stopped, other) = (machine.engine("stopped"), machine.engine("other"));
-    stopped.signal(libc::SIGSTOP);
+    stopped.stop();
     let page = machine.vramctl("metrics").expect(0, "", "").out;
-    stopped.signal(libc::SIGCONT);
+    stopped.go_on();
     check(&page);
     assert_eq!(sum(&page, "vramctl_process_up", &[&format!(r#"pid="{}""#, stopped.pid())]), 0.0);
     assert_eq!(sum(&page, "vramctl_process_up", &[&format!(r#"pid="{}""#, other.pid())]), 1.0);

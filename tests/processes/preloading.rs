@@ -158,8 +158,7 @@ fn a_scripts_interpreter_counts() {
     let program = compile(runs.folder(), "static", "cc", &["-static"]);
     for (name, line) in [("direct", program.to_str().unwrap().to_owned()), ("by_env", "/usr/bin/env -S A=b static -x".to_owned())] {
         let script = runs.folder().join(name);
-        fs::write(&script, format!("#!{line}\n")).unwrap();
-        fs::set_permissions(&script, Permissions::from_mode(0o755)).unwrap();
+        common::write_executable(&script, format!("#!{line}\n"));
         let path = format!("{}:{}", runs.folder().display(), std::env::var("PATH").unwrap());
         let ran = runs.run_with(&[name], |command| _ = command.env("PATH", path)).expect(
             0,
@@ -201,7 +200,7 @@ fn a_program_for_another_machine_is_named() {
     let program = compile(runs.folder(), "narrow", "cc", &[]);
     let mut bytes = fs::read(&program).unwrap();
     bytes[4] = 1;
-    fs::write(&program, bytes).unwrap();
+    common::write_executable(&program, bytes);
     let ran = runs.run(&[program.to_str().unwrap()]);
     assert!(ran.err.contains("narrow is not managed: it is for 32-bit machines"), "{}", ran.err);
 }

@@ -500,7 +500,7 @@ fn a_stopped_program_is_in_the_way_of_its_own_name_only() {
     let environment = fs::read(format!("/proc/{}/environ", overwritten.pid())).unwrap();
     assert!(!String::from_utf8_lossy(&environment).contains("VRAMCTL_NAME"), "it is overwritten");
     for program in [&unnamed, &overwritten] {
-        program.signal(libc::SIGSTOP);
+        program.stop();
     }
     let code = |arguments: &str| machine.vramctl(arguments).code;
     assert_eq!(code("pause --name engine"), Some(0));

@@ -352,10 +352,10 @@ fn a_borrower_paused_without_hold_is_refused() {
 fn a_borrower_that_cannot_be_asked_is_named() {
     let mut scene = Scene::new();
     let pid = scene.engine.pid();
-    scene.trainer.ask(&format!("os.kill({pid}, signal.SIGSTOP)"));
+    scene.engine.stop();
     let output = scene.machine.vramctl(&["pause", "--pid", &scene.trainer.pid().to_string(), "--shared"]);
     output.expect(5, "", &format!("engine (pid {pid}) has 4.00 MiB of it open")).has(5, "", "is it stopped?");
-    scene.trainer.ask(&format!("os.kill({pid}, signal.SIGCONT)"));
+    scene.engine.go_on();
     scene.works(7);
     // As one that was started with another directory for its socket.
     let socket = scene.machine.folder.path().join(format!("sockets/{pid}.sock"));
@@ -632,15 +632,14 @@ fn memory_of_an_owner_that_is_stopped_can_be_closed() {
         })
         .collect();
     let opened: Vec<_> = handles[..3].iter().map(|handle| other.number(&format!("open_('{handle}')"))).collect();
-    let pid = owner.pid();
-    other.ask(&format!("os.kill({pid}, signal.SIGSTOP)"));
+    owner.stop();
     other.ask(&format!("globals().update(end=start(lambda: open_('{}')))", handles[3]));
     thread::sleep(Duration::from_millis(200));
     let begun = Instant::now();
     assert_eq!(other.ask(&format!("close({}), close({})", opened[0], opened[1])), "(0, 0)");
     assert!(begun.elapsed() < Duration::from_secs(30));
     assert_eq!(machine.used(), 4 * OWN, "the owner's");
-    other.ask(&format!("os.kill({pid}, signal.SIGCONT)"));
+    owner.go_on();
     let last = other.number("end()");
     assert_eq!(other.ask(&format!("read({last}, 10)")), "[0]");
     // The owner knows of all.
@@ -649,11 +648,11 @@ fn memory_of_an_owner_that_is_stopped_can_be_closed() {
     machine.done("resume --name owner");
     // Nobody is asking it for anything.
     let again = other.number(&format!("open_('{}')", handles[0]));
-    other.ask(&format!("os.kill({pid}, signal.SIGSTOP)"));
+    owner.stop();
     let begun = Instant::now();
     assert_eq!(other.ask(&format!("close({again})")), "0");
     assert!(begun.elapsed() < Duration::from_secs(30));
-    other.ask(&format!("os.kill({pid}, signal.SIGCONT)"));
+    owner.go_on();
     machine.done("pause --name owner");
     assert_eq!(machine.used(), 0);
 }
@@ -751,10 +750,9 @@ fn an_owner_that_cannot_be_suspended_with_its_borrowers_runs_on() {
     scene.machine.done("resume --name trainer");
     scene.works(7);
     // The engine does not answer.
-    let pid = scene.engine.pid() as i32;
-    unsafe { libc::kill(pid, libc::SIGSTOP) };
+    scene.engine.stop();
     let (code, text) = suspend(&scene, "");
-    unsafe { libc::kill(pid, libc::SIGCONT) };
+    scene.engine.go_on();
     assert!(code == Some(5) && text.contains("has 4.00 MiB of it open and cannot be held: no answer"), "{code:?} {text}");
     scene.works(7);
 }

@@ -481,7 +481,7 @@ fn a_resume_does_not_wait_for_an_owner_that_is_stopped() {
     for (process, partners) in [(&owner, vec![&other, &ends]), (&ends, vec![&other, &owner]), (&other, vec![&owner, &ends])] {
         assert_eq!(machine.request(process, "pause", &partners)["reply"], "done");
     }
-    assert_eq!(other.ask(&format!("os.kill({}, signal.SIGSTOP)", owner.pid())), "None");
+    owner.stop();
     let answer = machine.request(&other, "resume", &[]);
     let mut missing: Vec<_> = answer["missing"].as_array().unwrap().iter().map(|one| one["owner"].as_u64().unwrap() as u32).collect();
     missing.sort_unstable();
@@ -491,7 +491,7 @@ fn a_resume_does_not_wait_for_an_owner_that_is_stopped() {
     assert!(machine.is_held(&other));
     ends.kill();
     assert!(machine.is_held(&other));
-    assert_eq!(other.ask(&format!("os.kill({}, signal.SIGCONT)", owner.pid())), "None");
+    owner.go_on();
     assert_eq!(machine.request(&owner, "resume", &[])["reply"], "done");
     machine.goes_on(&other);
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]");
@@ -813,10 +813,9 @@ fn an_owner_that_was_stopped_learns_of_every_close() {
         let handle = owner.ask(&format!("get({pointer})"));
         other.number(&format!("open_('{handle}')"))
     });
-    let pid = owner.pid();
-    assert_eq!(other.ask(&format!("os.kill({pid}, signal.SIGSTOP)")), "None");
+    owner.stop();
     assert_eq!(other.ask(&format!("close({}), close({})", opened[0], opened[1])), "(0, 0)");
-    assert_eq!(other.ask(&format!("os.kill({pid}, signal.SIGCONT)")), "None");
+    owner.go_on();
     // The third is still open over the same connection.
     eventually("both are closed", || {
         machine.done("pause --name owner --registered keep");
@@ -833,16 +832,15 @@ fn an_owner_that_was_stopped_learns_of_every_close() {
 fn a_signal_does_not_end_an_opening() {
     let machine = Machine::pair();
     let (owner, mut other, _, handle) = machine.sharing();
-    let pid = owner.pid();
     other.ask("signal.signal(signal.SIGUSR1, lambda *_: None)");
-    assert_eq!(other.ask(&format!("os.kill({pid}, signal.SIGSTOP)")), "None");
+    owner.stop();
     let id = other.ask(&format!("(waiting := start(lambda: open_('{handle}'))) and threading.enumerate()[-1].native_id"));
     let call = format!("/proc/{}/task/{id}/syscall", other.pid());
     // Not every system shows it.
     let is_receiving = || std::fs::read_to_string(&call).map_or(true, |call| call.starts_with(&format!("{} ", libc::SYS_recvfrom)));
     eventually("it waits for the answer", is_receiving);
     assert_eq!(other.ask("signal.pthread_kill(threading.enumerate()[-1].ident, signal.SIGUSR1)"), "None");
-    assert_eq!(other.ask(&format!("os.kill({pid}, signal.SIGCONT)")), "None");
+    owner.go_on();
     let theirs = other.number("waiting()");
     assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[0]");
 }
@@ -859,8 +857,7 @@ fn a_silent_owner_does_not_delay_memory_of_other_owners() {
     let (first, second, of_running) = (handles(&mut stopped), handles(&mut stopped), handles(&mut running));
     let known = other.number(&format!("open_('{first}')"));
     let theirs = other.number(&format!("open_('{of_running}')"));
-    let pid = stopped.pid();
-    assert_eq!(other.ask(&format!("os.kill({pid}, signal.SIGSTOP)")), "None");
+    stopped.stop();
     other.ask(&format!("(opening := start(lambda: open_('{second}')))"));
     thread::sleep(Duration::from_millis(200));
     let started = Instant::now();
@@ -869,7 +866,7 @@ fn a_silent_owner_does_not_delay_memory_of_other_owners() {
     assert_eq!(other.number(&format!("open_('{first}')")), known, "open already");
     assert_eq!(other.ask(&format!("close({known})")), "0");
     assert!(started.elapsed() < Duration::from_secs(30));
-    assert_eq!(other.ask(&format!("os.kill({pid}, signal.SIGCONT)")), "None");
+    stopped.go_on();
     let opened = other.number("opening()");
     assert_eq!(other.ask(&format!("close({opened}), close({known}), close({theirs})")), "(0, 0, 0)");
     machine.done("pause --name stopped");

@@ -352,7 +352,7 @@ fn stops(moment: Moment, victim: Victim) {
     let ran = swap.go_on();
     let told = format!("{victim:?} at {moment:?}: {:?}: {}{}", ran.code, ran.out, ran.err);
     assert!(["active", "paused, held"].contains(&&*machine.settled(&[other])), "{told}");
-    stopped.signal(libc::SIGCONT);
+    stopped.go_on();
     eventually_one_runs(&told, &machine, &a, &b);
     // What the command has said of either is so.
     let is_said = ran.out.contains("of a (pid") || ran.out.contains("of b (pid");
@@ -746,7 +746,7 @@ fn happens(victim: Victim, call: &str, fate: Fate, nth: u64) {
     if fate == Fate::Stops {
         // The command gives up, and what was stopped goes on.
         let ran = Ran::end_of(command);
-        unlucky.signal(libc::SIGCONT);
+        unlucky.go_on();
         eventually_one_runs(&format!("{what}: {ran:?}"), &machine, &a, &b);
     } else {
         let ran = Ran::end_of(command);
@@ -795,7 +795,7 @@ fn two_jobs_go_back_by_themselves_on_a_small_host() {
         eventually("b has stopped", || is_stopped(b.pid()));
         command.kill().unwrap();
         command.wait().unwrap();
-        b.signal(libc::SIGCONT);
+        b.go_on();
         eventually(&format!("{call} {nth}"), || is_all(&states(&machine, &a), "active") && is_all(&states(&machine, &b), "paused, held"));
         a.verify();
         host.leave(PLENTY);
@@ -843,7 +843,7 @@ fn a_swap_whose_host_memory_is_taken_by_others_is_undone_once_there_is_room() {
     host.write("total", "1");
     command.kill().unwrap();
     command.wait().unwrap();
-    b.signal(libc::SIGCONT);
+    b.go_on();
     let is_held = |program| states(&machine, program).iter().all(|state| state.ends_with(", held"));
     eventually("a is held, and has taken all that it can get", || is_held(&a) && is_held(&b));
     host.leave(64 * MIB);

@@ -380,7 +380,7 @@ fn a_stopped_process_does_not_stop_the_display() {
     let (stopped, other) = (machine.engine("stuck"), machine.engine("other"));
     let mut top = Terminal::start(&machine, &["top", "-i", "0.2"], SMALL);
     top.shows(&["stuck", "active"]);
-    stopped.signal(libc::SIGSTOP);
+    stopped.stop();
     top.shows(&["stuck", "no answer for"]);
     // The rest goes on, and keys do.
     machine.vramctl("pause --pid ").expect(2, "", "");
@@ -388,7 +388,7 @@ fn a_stopped_process_does_not_stop_the_display() {
     top.shows(&["other", "held, paused"]);
     top.press("o");
     top.shows(&["order: size"]);
-    stopped.signal(libc::SIGCONT);
+    stopped.go_on();
     top.shows(&["stuck", "active"]);
     top.press("q");
     top.ended();
@@ -489,6 +489,6 @@ fn without_a_terminal_it_prints_one_frame() {
     let coloured = run("");
     assert!(coloured.contains("\x1b[0;1m") && coloured.contains("ON DISK"), "{coloured}");
     assert!(!run("NO_COLOR").contains('\x1b'));
-    unsafe { libc::kill(engine.child.id() as i32, libc::SIGSTOP) };
+    engine.stop();
     machine.vramctl("top --once").expect(0, "engine (pid", "");
 }

@@ -286,14 +286,14 @@ fn without_recording_processes_the_message_says_how_to_record() {
     let rank = machine
         .start_with("traced", "engine", |command| _ = command.args(["--weights-mib", "8", "--kv-mib", "8"]).env("VRAMCTL_TRACE", "64K"));
     let stopped = start(&machine, "stopped");
-    stopped.signal(libc::SIGSTOP);
+    stopped.stop();
     let (events, ran) = trace(&machine, "");
     assert!(ran.err.contains(&format!("plain (pid {}) is not in the trace: it records nothing", plain.pid())), "{}", ran.err);
     assert!(ran.err.contains("stopped") && ran.err.contains("is it stopped?"), "{}", ran.err);
     assert_eq!(events.iter().map(|event| event["pid"].as_u64().unwrap()).collect::<BTreeSet<_>>(), [u64::from(rank.pid())].into());
     // As other commands.
     machine.vramctl(&format!("trace stopped -o {}", path.display())).expect(5, "", "is it stopped?");
-    stopped.signal(libc::SIGCONT);
+    stopped.go_on();
 }
 
 /// With a ring so small that the first events are gone, the counters still begin where they were, and end where they are.

@@ -56,7 +56,7 @@ fn root_sees_the_programs_of_all_directories() {
     }
     let list = machine.vramctl("ps --all-users").expect(0, "USER", "").out;
     for program in [&own, &theirs] {
-        let line = list.lines().find(|line| line.contains(&program.pid().to_string())).unwrap_or_else(|| panic!("{list}"));
+        let line = row_of(&list, program.pid()).unwrap_or_else(|| panic!("{list}"));
         assert!(line.contains("root") && line.contains("active"), "{line}");
     }
     assert!(!machine.done("ps").contains("theirs"), "unless they are asked for");

@@ -20,13 +20,11 @@ fn a_demo_takes_memory_from_a_program_and_gives_it_back() {
 fn a_shell_of_the_demo_has_a_program_to_pause() {
     let machine = Machine::without_gpus();
     let shell = machine.folder.path().join("shell");
-    fs::write(
+    common::write_executable(
         &shell,
         "#!/bin/sh\nvramctl pause engine && vramctl ps && vramctl run -d --no-python --name other -- vramctl demo-program && \
          vramctl wait other --for active --timeout 100 && vramctl status other --json && echo \"$VRAMCTL_CRIU\"\n",
-    )
-    .unwrap();
-    fs::set_permissions(&shell, Permissions::from_mode(0o755)).unwrap();
+    );
     let mut demo = machine.cli("demo --shell");
     demo.env("TMPDIR", machine.folder.path()).env("VRAMCTL_LIB", library()).env("SHELL", &shell);
     demo.env("VRAMCTL_CRIU", "/where/criu/is");

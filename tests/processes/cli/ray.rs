@@ -13,11 +13,10 @@ fn ray_is_handed_over_to_python() {
     assert_eq!(nobody.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&nobody.stderr).contains("cannot start python3"), "{nobody:?}");
     let python = folder.join("python3");
-    fs::write(&python, "#!/bin/sh\nshift 3\nprintf '%s;' \"$@\"\nexit 5\n").unwrap();
-    fs::set_permissions(&python, Permissions::from_mode(0o755)).unwrap();
+    common::write_executable(&python, "#!/bin/sh\nshift 3\nprintf '%s;' \"$@\"\nexit 5\n");
     let handed = ran(&["pause", "engine", "--json", "--help"]);
     assert_eq!((handed.status.code(), handed.stdout.as_slice()), (Some(5), b"pause;engine;--json;--help;".as_slice()), "{handed:?}");
-    fs::write(&python, format!("#!/bin/sh\nexec {} -S \"$@\"\n", python_without_packages())).unwrap();
+    common::write_executable(&python, format!("#!/bin/sh\nexec {} -S \"$@\"\n", python_without_packages()));
     let without = ran(&["pause", "engine"]);
     assert_eq!(without.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&without.stderr).contains("has no module ray; put the python3"), "{without:?}");

@@ -108,8 +108,7 @@ fn a_command_that_cannot_start_ends_as_in_a_shell() {
     fs::write(&file, "").unwrap();
     run(&machine, &["--", file.to_str().unwrap()], &[]).expect(126, "", "denied");
     // It is there; what it needs is not.
-    fs::write(&file, "#!/no/such/interpreter -x\n").unwrap();
-    fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    common::write_executable(&file, "#!/no/such/interpreter -x\n");
     run(&machine, &["--", file.to_str().unwrap()], &[]).expect(126, "", "the file is there, and /no/such/interpreter that it names");
     run(&machine, &[], &[]).expect(2, "", "COMMAND");
     run(&machine, &["--backup", "kv=tape", "--", "true"], &[]).expect(2, "", "host, disk or discard");

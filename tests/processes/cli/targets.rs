@@ -29,7 +29,7 @@ fn a_silent_process_does_not_hide_the_others() {
     let stopped = Fake::reacting(&machine, "stopped", &["weights"], |_| Some(Reaction::BeSilent));
     let ps = machine.vramctl("ps -o wide");
     ps.has(0, "engine --serve", "");
-    let row = ps.out.lines().find(|line| line.starts_with(&stopped.pid().to_string())).unwrap();
+    let row = row_of(&ps.out, stopped.pid()).unwrap();
     assert!(row.contains("no answer within 2 s"), "{row}");
     machine.vramctl("status").expect(5, "engine --serve", &format!("error: process {}: no answer", stopped.pid()));
     let status = machine.vramctl("status --json").expect(5, "", "").json();
@@ -106,7 +106,7 @@ else:
     // SAFETY: touches no memory; the process is the one that was just started.
     assert_eq!(unsafe { libc::kill(child, libc::SIGKILL) }, 0);
     pause.has(0, "paused weights", "");
-    assert!(!ps.out.contains(&dead.id().to_string()), "{ps:?}");
+    assert_eq!(row_of(&ps.out, dead.id()), None, "{ps:?}");
     assert_eq!(engine.asked().len(), 1);
 }
 
@@ -172,7 +172,8 @@ fn a_name_that_means_several_jobs_is_refused_for_a_change() {
     for line in ["pause serve", "resume --name serve", "suspend serve", "move serve --to 1", "set-tag x --name serve", "swap serve serve*"]
     {
         let ran = machine.vramctl(line).expect(2, "", refused);
-        assert!(fakes.iter().all(|fake| ran.err.contains(&format!("{}  serve  active", fake.pid()))), "{ran:?}");
+        let words = |fake: &Fake| row_of(&ran.err, fake.pid()).map(|row| row.split_whitespace().collect::<Vec<_>>());
+        assert!(fakes.iter().all(|fake| words(fake).is_some_and(|words| words[1..3] == ["serve", "active"])), "{ran:?}");
     }
     let error = machine.vramctl("pause serve --json").only_json()["error"].clone();
     assert_eq!((&error["code"], error["pids"].as_array().map(Vec::len)), (&json!("several_processes"), Some(3)));
