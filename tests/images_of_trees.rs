@@ -10,6 +10,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Stdio;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -435,12 +436,14 @@ fn any_process_and_criu_may_be_killed_in_a_load() {
     }
 }
 
-/// The first of several free ports, one after the other.
+/// The first of several free ports, one after the other: of another range for each process, and below those that the system gives to whoever asks for
+/// any port or connects, as others do before these are bound.
 fn free_ports(count: u16) -> u16 {
-    let bind = |port: u16| TcpListener::bind(("127.0.0.1", port));
+    static TAKEN: AtomicU16 = AtomicU16::new(0);
+    let range = 10_000 + (std::process::id() % 1000 * 20) as u16;
     loop {
-        let first = bind(0).unwrap().local_addr().unwrap().port();
-        if first.checked_add(count).is_some() && (0..count).all(|number| bind(first + number).is_ok()) {
+        let first = range + TAKEN.fetch_add(count, Ordering::Relaxed);
+        if (first..first + count).all(|port| TcpListener::bind(("127.0.0.1", port)).is_ok()) {
             return first;
         }
     }

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 import zipfile
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,6 +140,16 @@ class Program:
         self.child.stdin.write(line + "\n")
         self.child.stdin.flush()
         return self.line()
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stops it for a while. Its threads run until each has noticed, and could still answer: that is awaited."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
 
     def __enter__(self) -> Program:
         return self

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -188,21 +187,17 @@ except vramctl.errors.Invalid as error:
 
     def test_a_stopped_process_does_not_keep_the_others_from_being_seen(self) -> None:
         with Program("awake") as awake, Program("asleep") as asleep:
-            os.kill(asleep.pid, signal.SIGSTOP)
-            try:
+            with asleep.stopped():
                 found = {process.pid: process for process in vramctl.processes(patience=3)}
                 self.assertEqual((found[awake.pid].name, found[awake.pid].error), ("awake", None))
                 self.assertIsInstance(found[asleep.pid].error, TimeoutError)
                 with vramctl.Client(asleep.pid, patience=0.3) as client, self.assertRaises(errors.Busy):
                     client.status()
-            finally:
-                os.kill(asleep.pid, signal.SIGCONT)
 
     def test_a_name_is_not_looked_for_past_a_process_that_does_not_answer(self) -> None:
         """Otherwise, if an engine has several processes, those that answer would pass for the whole engine."""
         with Program("engine") as awake, Program("engine") as asleep:
-            os.kill(asleep.pid, signal.SIGSTOP)
-            try:
+            with asleep.stopped():
                 with self.assertRaises(errors.Busy) as silent:
                     vramctl.Client("engine", patience=2)
                 self.assertIn(f"process {asleep.pid} ", str(silent.exception))
@@ -212,21 +207,16 @@ except vramctl.errors.Invalid as error:
                     vramctl.Client("other", patience=0.3)
                 # An id is unambiguous.
                 vramctl.Client(awake.pid).close()
-            finally:
-                os.kill(asleep.pid, signal.SIGCONT)
 
     def test_a_stopped_process_without_a_name_has_that_of_its_program(self) -> None:
         with Program("engine") as engine, Program(None) as unnamed:
             program = Path(f"/proc/{unnamed.pid}/comm").read_text().strip()
-            os.kill(unnamed.pid, signal.SIGSTOP)
-            try:
+            with unnamed.stopped():
                 with vramctl.Client("engine", patience=2) as client:
                     self.assertEqual(client.hello().pid, engine.pid)
                 with self.assertRaises(errors.Busy) as silent:
                     vramctl.Client(program, patience=0.3)
                 self.assertIn(f"process {unnamed.pid} ", str(silent.exception))
-            finally:
-                os.kill(unnamed.pid, signal.SIGCONT)
 
     def test_a_process_whose_name_cannot_be_known_may_be_the_one_that_is_meant(self) -> None:
         # The address of its socket does not have the name, as if the name were too long.

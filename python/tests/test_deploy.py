@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -198,8 +197,7 @@ class Deploy(unittest.TestCase):
         place = {"VRAMCTL_DIR": str(resident), "VRAMCTL_JOB": "engine"}
         with Program("engine", **place) as one, Program("engine", on_second, **place) as other:
             # One that does not answer keeps no other from leaving.
-            with Program(None, VRAMCTL_DIR=str(resident)) as stopped:
-                os.kill(stopped.pid, signal.SIGSTOP)
+            with Program(None, VRAMCTL_DIR=str(resident)) as silent, silent.stopped():
                 self.assertIn("stays on its GPUs", script("prolog.sh", 1, 0))
                 self.assertEqual(states(), ["suspended"] * 2)
             for name, job, gpu, wanted in (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import signal
 import sys
 import unittest
 from pathlib import Path
@@ -272,9 +270,8 @@ print(vramctl.trim().returned_bytes)
     def test_a_stopped_program_keeps_no_other_from_being_trimmed(self) -> None:
         with Program("engine", HOLDER) as engine:
             self.start()
-            os.kill(engine.pid, signal.SIGSTOP)
-            ran = self.command("trim")
-            os.kill(engine.pid, signal.SIGCONT)
+            with engine.stopped():
+                ran = self.command("trim")
             self.assertEqual(ran.returncode, 5)
             self.assertIn("trimmed trainer", ran.stdout)
             self.assertIn(f"engine (pid {engine.pid}): no answer within 2 s", ran.stderr)

@@ -416,8 +416,12 @@ fn engines_beside_a_trainer_answer_as_if_alone_whoever_is_killed() {
             }
             trainer.number("steps");
         }
-        for answered in &answers {
-            eventually("each has been served", || answered.load(Ordering::Relaxed) > 0);
+        // The slower a change of places, the longer the turns. On a busy machine, the others' turns may last for minutes, as long as places are changed.
+        let all_are_served = || answers.iter().all(|answered| answered.load(Ordering::Relaxed) > 0);
+        while !all_are_served() {
+            let changes = |view: &Value| Some((view["epoch"].as_u64()?, view["totals"]["changes"]["changed"].as_u64().unwrap_or(0)));
+            let before = seen(&machine, changes);
+            eventually("places are changed, or each has been served", || all_are_served() || seen(&machine, changes) != before);
         }
         is_over.store(true, Ordering::Relaxed);
         engines.into_iter().map(|engine| engine.join().unwrap()).collect::<Vec<_>>()

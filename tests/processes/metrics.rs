@@ -210,7 +210,9 @@ fn after_any_input_the_next_client_is_served() {
         let _ = client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n");
         let mut answer = String::new();
         let _ = client.read_to_string(&mut answer);
-        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 200 ") || answer.starts_with("HTTP/1.1 503 "), "{answer}");
+        // On a busy machine, the last ones have said nothing for seconds when it is their turn.
+        let is_one_of = |codes: [&str; 3]| codes.iter().any(|code| answer.starts_with(&format!("HTTP/1.1 {code} ")));
+        assert!(answer.is_empty() || is_one_of(["200", "408", "503"]), "{answer}");
     }
     drop(silent);
     // Until it has noticed that they have left, it is too busy.
