@@ -101,7 +101,8 @@ impl Machine {
         command.args(arguments).stdin(Stdio::null());
         for (name, _) in std::env::vars_os() {
             let is_setting = ["VRAMCTL_", "SIMGPU_"].iter().any(|prefix| name.as_encoded_bytes().starts_with(prefix.as_bytes()));
-            if is_setting || ["LD_PRELOAD", "PYTHONPATH", "XDG_RUNTIME_DIR"].iter().any(|known| name == **known) {
+            let known = ["LD_PRELOAD", "PYTHONPATH", "XDG_RUNTIME_DIR", "COLUMNS", "CLICOLOR_FORCE"];
+            if is_setting || known.iter().any(|known| name == **known) {
                 command.env_remove(name);
             }
         }

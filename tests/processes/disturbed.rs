@@ -4,7 +4,7 @@
 use crate::common::machine::{Machine, Program};
 use crate::common::sharing::{MIB, PROGRAM};
 use crate::common::{SetOnDrop, built, eventually, in_parallel, patiently, programs, some};
-use crate::taking_turns::{crowded, one_at_a_time, sharing, start_all};
+use crate::taking_turns::{crowded, keepers, one_at_a_time, sharing, start_all};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
@@ -63,18 +63,6 @@ fn keeper_of(machine: &Machine, program: &Program) -> i32 {
     let pid = format!("\0--pid\0{}\0", program.pid());
     let keeps = |keeper: &i32| fs::read_to_string(format!("/proc/{keeper}/cmdline")).is_ok_and(|line| line.contains(&pid));
     keepers(machine).into_iter().find(keeps).expect("its keeper")
-}
-
-/// The keepers of a machine's runs.
-fn keepers(machine: &Machine) -> Vec<i32> {
-    let folder = machine.sockets();
-    let of_machine = |pid: &i32| {
-        let read = |file| fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
-        String::from_utf8_lossy(&read("cmdline")).contains("keeper\0--run\0")
-            && String::from_utf8_lossy(&read("environ")).contains(folder.to_str().unwrap())
-    };
-    let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-    processes.filter(of_machine).collect()
 }
 
 /// The state of a process, as the kernel has it: `T` if it is stopped.

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A machine on which one of two jobs fits, `a`, which runs, and `b`, which is paused.
 fn one_of_two() -> (Machine, Program, Program) {
@@ -156,24 +156,34 @@ fn one_comes_while_the_other_leaves() {
 /// Whoever comes may allocate more in its first moment, and finds the memory of the one that left. One that is stopped now is not waited for.
 #[test]
 fn the_one_that_comes_runs_once_the_other_one_has_left() {
-    for (delay, first) in [(100, ["done", "commit"]), (2500, ["commit", "done"])] {
+    /// How long it is waited for.
+    const WITHIN: Duration = Duration::from_secs(1);
+    let order = |delay: Duration| {
         let (machine, a, b) = one_of_two();
-        let order = Arc::new(Mutex::new(Vec::new()));
-        let heard = Arc::clone(&order);
+        let (order, left) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(None)));
+        let (heard, leaves) = (Arc::clone(&order), Arc::clone(&left));
         let folder = proxy(&machine, [&a, &b], move |place, request, _, is_answer| {
             match (place, request, is_answer) {
-                (0, "commit", false) => thread::sleep(Duration::from_millis(delay)),
-                (0, "commit", true) => heard.lock().unwrap().push("done"),
-                (1, "commit", false) => heard.lock().unwrap().push("commit"),
+                (0, "commit", false) => {
+                    *leaves.lock().unwrap() = Some(Instant::now());
+                    thread::sleep(delay);
+                }
+                (0, "commit", true) => heard.lock().unwrap().push(("done", leaves.lock().unwrap().unwrap().elapsed())),
+                (1, "commit", false) => heard.lock().unwrap().push(("commit", Duration::ZERO)),
                 _ => (),
             }
             true
         });
         let mut command = machine.cli("swap a b");
         Ran::of(command.env("VRAMCTL_DIR", folder.path())).expect(0, "swapped in ", "");
-        assert_eq!(order.lock().unwrap()[..], first, "{delay} ms");
         assert_eq!(running(&machine, &a, &b), "b");
-    }
+        let order = order.lock().unwrap();
+        (order.iter().map(|(what, _)| *what).collect::<Vec<_>>(), order.iter().map(|(_, took)| *took).max().unwrap())
+    };
+    // On a busy machine, that may take longer than it is waited for.
+    let in_time = (0..20).map(|_| order(Duration::from_millis(100))).find(|(order, took)| order[0] == "done" || *took < WITHIN / 2);
+    assert_eq!(in_time.expect("it never takes so little time").0, ["done", "commit"]);
+    assert_eq!(order(WITHIN * 5 / 2).0, ["commit", "done"]);
 }
 
 /// Swaps, and returns the bytes that OUT is told that IN needs: for contents, and for all.

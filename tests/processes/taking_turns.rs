@@ -4,6 +4,7 @@ use crate::common::machine::{Machine, Program, Ran};
 use crate::common::{cases, eventually, programs};
 use crate::swap::SmallHost;
 use serde_json::{Value, json};
+use std::fs;
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -38,6 +39,18 @@ pub(crate) fn start_all(machine: &Machine) -> Vec<Program> {
         engine.expect("ready");
     }
     all
+}
+
+/// The keepers of a machine's runs.
+pub(crate) fn keepers(machine: &Machine) -> Vec<i32> {
+    let folder = machine.sockets();
+    let of_machine = |pid: &i32| {
+        let read = |file| fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
+        String::from_utf8_lossy(&read("cmdline")).contains("keeper\0--run\0")
+            && String::from_utf8_lossy(&read("environ")).contains(folder.to_str().unwrap())
+    };
+    let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    processes.filter(of_machine).collect()
 }
 
 fn view(machine: &Machine) -> Value {
@@ -223,7 +236,7 @@ fn two_leave_while_one_comes() {
     assert_eq!((left, &last["came"], &last["outcome"]), (vec!["a", "b"], &json!(["c"]), &json!("changed")), "{last:#}");
     let path = machine.folder.path().join("trace.json");
     machine.done(&format!("trace -o {}", path.display()));
-    let trace: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let trace: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
     let last_of = |engine: &Program, name: &str| {
         let events = trace["traceEvents"].as_array().unwrap();
         let slices = events.iter().filter(|event| event["ph"] == "X" && event["name"] == name && event["pid"] == engine.pid());
@@ -318,6 +331,9 @@ fn a_new_scheduler_knows_what_the_last_one_has_left() {
     });
     let what = json!({ "remembered": remembered, "peaks": {} }).to_string();
     last.send(&json!({ "request": "order", "order": "remember", "what": what }), None);
+    // What it answers to the next order, it answers after this one.
+    last.send(&json!({ "request": "order", "order": "watch", "on": true }), None);
+    while last.answer()["idle_ms"].is_null() {}
     // SAFETY: touches no memory.
     unsafe { libc::kill(now["scheduler"].as_i64().unwrap() as i32, libc::SIGKILL) };
     let _waits = Program::spawn(&mut sharing(&machine, "b", 72, &[]));
@@ -335,16 +351,7 @@ fn a_new_scheduler_knows_what_the_last_one_has_left() {
 fn keepers_end_with_the_last_program_of_their_run() {
     let _alone = one_at_a_time();
     let machine = crowded();
-    let keepers = || {
-        let all = Command::new("pgrep").args(["-f", "keeper --run"]).output().unwrap();
-        let of_machine = |pid: &&str| {
-            std::fs::read(format!("/proc/{pid}/environ")).is_ok_and(|all| {
-                let folder = machine.sockets();
-                String::from_utf8_lossy(&all).contains(folder.to_str().unwrap())
-            })
-        };
-        String::from_utf8(all.stdout).unwrap().lines().filter(of_machine).count()
-    };
+    let keepers = || keepers(&machine).len();
     let mut engines = start_all(&machine);
     eventually("a keeper for each", || keepers() == ENGINES.len());
     engines.pop();

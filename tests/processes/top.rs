@@ -398,7 +398,7 @@ fn a_stopped_process_does_not_stop_the_display() {
 fn a_slow_pause_is_followed_and_may_be_cancelled() {
     let machine = Machine::new();
     let mut engine = machine.start_with("engine", "engine", |command| {
-        command.args(["--weights-mib", "256", "--kv-mib", "8"]).env("SIMGPU_LINK", "30M");
+        command.args(["--weights-mib", "256", "--kv-mib", "8"]).env("SIMGPU_LINK", "15M");
     });
     // Commands can be cancelled even if whoever started this ignores ^C, as a background job does.
     let ignoring = || {
