@@ -11,7 +11,6 @@ import ctypes
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from ray.util.scheduling_strategies import (  # type: ignore[import-not-found]  
 )
 
 import vramctl.ray  # noqa: E402
-from support import VRAMCTL, eventually  # noqa: E402
+from support import VRAMCTL, eventually, free_ports  # noqa: E402
 from vramctl import errors  # noqa: E402
 
 BYTES = 4 << 20
@@ -57,9 +56,7 @@ class Nodes:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        (port,) = free_ports(1)
         self.address = f"127.0.0.1:{port}"
         self._started: list[subprocess.Popen[bytes]] = []
         self.start("--head", f"--port={port}", "--include-dashboard=false")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +24,8 @@ PACKAGE = ROOT / "python" / "vramctl"
 VRAMCTL = os.environ.get("VRAMCTL_TEST_COMMAND", "vramctl")
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+#: Those that a process has looked at.
+_PORTS = itertools.count()
 
 
 def runtime() -> str:
@@ -83,6 +87,20 @@ def eventually(what: str, is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < end, f"not within 100 s: {what}"
         time.sleep(0.02)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports to serve at. Below those that the system gives to whoever asks for any port or connects, as others do before these are bound; and of
+    another range for each process.
+    """
+    range_of_process = 10_000 + os.getpid() % 1000 * 20
+    ports = []
+    while len(ports) < count:
+        port = range_of_process + next(_PORTS)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            ports.append(port)
+    return ports
 
 
 def pattern(seed: int, size: int) -> bytes:

@@ -42,13 +42,10 @@ class Engines(unittest.TestCase):
         more = {"PYTHONPATH": str(support.ROOT / "python"), "SIMGPU_DIR": folder.name, "SIMGPU_MEMORY": f"{cls.GPU}M"}
         more["VRAMCTL_DIR"] = str(pathlib.Path(folder.name) / "sockets")
         cls.environment = {**without, **more}
-        cls.ports = []
-        for name in cls.NAMES:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                cls.ports.append(free.getsockname()[1])
+        cls.ports = support.free_ports(len(cls.NAMES))
+        for name, port in zip(cls.NAMES, cls.ports):
             command = [sys.executable, "-m", "vramctl", "run", "--share", *cls.OPTIONS, "--name", name, "--"]
-            engine = [sys.executable, server.__file__, name, str(cls.ports[-1]), str(WEIGHTS), str(CACHE)]
+            engine = [sys.executable, server.__file__, name, str(port), str(WEIGHTS), str(CACHE)]
             environment = {**cls.environment, **({"VRAMCTL_HOST_CAP": cls.HOST_CAP} if cls.HOST_CAP else {})}
             process = subprocess.Popen([*command, *engine], env=environment)
             cls.addClassCleanup(process.wait)
@@ -75,7 +72,7 @@ class Engines(unittest.TestCase):
         self.assertEqual(self.ask(which, prompt, tokens), server.tokens(self.NAMES[which], WEIGHTS, prompt, tokens))
 
     def counts(self, which):
-        """How many requests hit its prefix cache, and how often that was reset."""
+        """How many requests hit its prefix cache, how often that was reset, and how many requests run."""
         with self.request(which, "/") as answer:
             return json.load(answer)
 
@@ -136,7 +133,7 @@ class Sharing(Engines):
 
     def test_who_ends_leaves_its_room_to_the_others(self):
         self.check(0)
-        with self.request(0, "/stall", {"seconds": 1000}):
+        with self.request(0, "/stall", {}):
             pass
         # Its loop does not answer, so it keeps its place as long as it lives.
         with concurrent.futures.ThreadPoolExecutor() as threads:
@@ -148,14 +145,24 @@ class Sharing(Engines):
                 answer.result()
 
     def test_an_engine_whose_loop_does_not_answer_keeps_its_cache(self):
+        def in_vain():
+            outcomes = self.view()["totals"]["changes"]
+            return sum(count for outcome, count in outcomes.items() if outcome != "changed")
+
         self.check(0)
-        resets = self.counts(0)["resets"]
-        with self.request(0, "/stall", {"seconds": 3}):
+        hits, before = self.counts(0)["hits"], in_vain()
+        with self.request(0, "/stall", {}):
             pass
         with concurrent.futures.ThreadPoolExecutor() as threads:
             asked = threads.submit(self.check, 1)
-            self.check(0)
-            self.assertEqual(self.counts(0)["resets"], resets)
+            support.eventually("it was to leave", lambda: in_vain() > before)
+            with self.request(0, "/v1/completions", {"prompt": "Hello", "max_tokens": 3}) as answer:
+                with self.request(0, "/go-on", {}):
+                    pass
+                self.assertEqual(
+                    [int(token) for token in answer.read().split()], server.tokens(self.NAMES[0], WEIGHTS, "Hello", 3)
+                )
+            self.assertEqual(self.counts(0)["hits"], hits + 1, "nothing has reset it")
             asked.result()
 
 
@@ -167,13 +174,19 @@ class Busy(Engines):
     NAMES = ("pair", "pair", "other")
 
     def test_of_two_ranks_the_one_with_a_request_keeps_its_cache(self):
-        for which in (0, 1):
-            self.check(which)
-        resets = self.counts(1)["resets"]
-        # Both leave while it runs.
-        with self.running(1, "long", 1500):
-            self.check(2)
-            self.assertEqual(self.counts(1)["resets"], resets)
+        # The slower the machine, the longer are the turns, and the more tokens it takes.
+        for tokens in (1500, 6000, 24000):
+            for which in (0, 1):
+                self.check(which)
+            resets = self.counts(1)["resets"]
+            # Both leave while it runs.
+            with self.running(1, "long", tokens):
+                self.check(2)
+                counts = self.counts(1)
+            if was_in_the_middle := counts["running"] > 0:
+                self.assertEqual(counts["resets"], resets)
+                break
+        self.assertTrue(was_in_the_middle, "it has never been in the middle")
         for which in (0, 1):
             self.check(which)
 
@@ -187,7 +200,7 @@ class Keeping(Engines):
         for turn in range(3):
             for which in (0, 1):
                 self.check(which)
-                self.assertEqual(self.counts(which), {"hits": turn, "resets": 0})
+                self.assertEqual(self.counts(which), {"hits": turn, "resets": 0, "running": 0})
 
 
 class Example(unittest.TestCase):

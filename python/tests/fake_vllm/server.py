@@ -30,26 +30,33 @@ def tokens(name: str, mib: int, prompt: str, count: int) -> "list[int]":
 def main() -> None:
     name, port, size, cache = sys.argv[1], *map(int, sys.argv[2:])
     engine = EngineCoreProc(weights(name, size), cache * MIB)
+    goes_on = threading.Event()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
             scheduler = engine.scheduler
-            self.wfile.write(json.dumps({"hits": scheduler.hits, "resets": scheduler.resets}).encode())
+            counts = {"hits": scheduler.hits, "resets": scheduler.resets, "running": len(scheduler.running)}
+            self.wfile.write(json.dumps(counts).encode())
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            request = None
+            if self.path == "/stall":
+                goes_on.clear()
+                engine.input_queue.put((EngineCoreRequestType.UTILITY, ("stall", (goes_on,))))
+            elif self.path == "/go-on":
+                goes_on.set()
+            else:
+                request = Request(body["prompt"], body["max_tokens"])
+                engine.input_queue.put((EngineCoreRequestType.ADD, (request, 0)))
+            # Whoever asks hears of it when it is in the engine's queue.
             self.send_response(200)
             self.end_headers()
-            if self.path == "/stall":
-                return engine.input_queue.put((EngineCoreRequestType.UTILITY, ("stall", (body["seconds"],))))
-            request = Request(body["prompt"], body["max_tokens"])
-            engine.input_queue.put((EngineCoreRequestType.ADD, (request, 0)))
-            while (token := request.outputs.get()) is not None:
+            while request is not None and (token := request.outputs.get()) is not None:
                 self.wfile.write(b"%d " % token)
                 self.wfile.flush()
-            return None
 
         def log_message(self, *_: object) -> None: ...
 

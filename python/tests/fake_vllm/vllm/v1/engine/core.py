@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import enum
 import queue
+import threading
 import time
 import types
 import zlib
@@ -164,6 +165,6 @@ class EngineCoreProc(EngineCore):
         else:
             raise AssertionError(f"Unrecognized input request type encountered: {request_type}")
 
-    def stall(self, seconds: float) -> None:
+    def stall(self, goes_on: threading.Event) -> None:
         """Keeps the loop from all else, without the GPU."""
-        time.sleep(seconds)
+        goes_on.wait()
