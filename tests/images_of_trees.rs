@@ -3,13 +3,14 @@
 
 mod common;
 
-use common::images::{Images, in_own_session, without_inherited};
+use common::images::{Images, OwnSharedMemory, in_own_session, without_inherited};
 use common::machine::{Machine, Program, Ran};
 use common::sharing::{self, MIB};
+use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -434,6 +435,190 @@ fn any_process_and_criu_may_be_killed_in_a_load() {
             }
         }
     }
+}
+
+/// A program with workers as torch's data loaders have them, each with queues, a lock, a counter and shared memory: a forked one, from before CUDA was
+/// used, and a spawned one, with the tracker that Python starts for it. Beside those it has shared memory without a name.
+const LOADERS: &str = r#"
+import ctypes, multiprocessing, sys
+from multiprocessing import shared_memory
+
+def work(name, tasks, results, lock, counter):
+    # It ends with its parent.
+    ctypes.CDLL(None).prctl(1, 9)
+    shared = shared_memory.SharedMemory(name=name)
+    for task in iter(tasks.get, None):
+        with lock:
+            counter.value += 1
+            shared.buf[0] += 1
+        results.put(task * task)
+    shared.close()
+
+def main():
+    shared = shared_memory.SharedMemory(create=True, size=4096)
+    unnamed = shared_memory.SharedMemory(create=True, size=24 << 20)
+    unnamed.buf[-1] = 7
+    unnamed.unlink()
+    contexts = {"fork": "fork", "spawn": "spawn", "late": "spawn"}
+    workers = {}
+
+    def prepare(name):
+        # The semaphores of forked ones have no name any more; those of spawned ones have, which is not that by which they were opened.
+        context = multiprocessing.get_context(contexts[name])
+        parts = context.Queue(), context.Queue(), context.Lock(), context.Value("i", 0)
+        workers[name] = (context.Process(target=work, args=(shared.name, *parts)), *parts)
+
+    def start(name):
+        workers[name][0].start()
+        return "started"
+
+    def ask(name, task):
+        worker, tasks, results, lock, counter = workers[name]
+        tasks.put(task)
+        result = results.get()
+        # Once the program is back.
+        assert cuda.cudaMemset(pointer, task, ctypes.c_size_t(4096)) == 0
+        with lock:
+            return result, counter.value, shared.buf[0], unnamed.buf[-1]
+
+    prepare("fork")
+    start("fork")
+    cuda, pointer = ctypes.CDLL("libcudart.so.13"), ctypes.c_void_p()
+    assert cuda.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(4 << 20)) == 0
+    prepare("spawn")
+    start("spawn")
+    prepare("late")
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(eval(line), flush=True)
+    for worker, tasks, *_ in workers.values():
+        if worker.pid:
+            tasks.put(None)
+            worker.join()
+    shared.close()
+    shared.unlink()
+    print("bye")
+
+if __name__ == "__main__":
+    main()
+"#;
+
+/// Whatever a save does and however it ends, `/dev/shm` has afterwards what it had before.
+#[test]
+fn workers_of_data_loaders_are_saved_again_and_again() {
+    let Some(images) = Images::on(machine) else { return };
+    let shared_memory = OwnSharedMemory::mount();
+    let script = images.machine.folder.path().join("loaders.py");
+    fs::write(&script, LOADERS).unwrap();
+    let mut command = images.cli(&format!("run --name loaders --no-python -- python3 {}", script.display()));
+    in_own_session(without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1")));
+    let mut program = Program::ready(&mut command);
+    let both_work = |program: &mut Program, rounds: u64| {
+        says(program, "ask('fork', 7)", &format!("(49, {rounds}, {}, 7)", 2 * rounds - 1));
+        says(program, "ask('spawn', 8)", &format!("(64, {rounds}, {}, 7)", 2 * rounds));
+    };
+    both_work(&mut program, 1);
+    let before = shared_memory.names();
+    assert!(before.iter().any(|name| name.starts_with("sem.")) && before.iter().any(|name| name.starts_with("psm_")), "{before:?}");
+    let is_as_before = |about: &str| assert_eq!(shared_memory.names(), before, "{about}");
+    for round in 1..4 {
+        images.vramctl(&format!("save loaders {} --keep", images.image(&format!("kept{round}")))).expect(0, "4 processes", "");
+        is_as_before("kept");
+        both_work(&mut program, round + 1);
+    }
+    // Whoever is killed, and what another CRIU has left.
+    for (at, victim) in [("dump-before", "criu"), ("dump-after", "criu"), ("dump-after", "command")] {
+        let mut save = images.cli(&format!("save loaders {}", images.image("killed")));
+        let failed = Ran::of(images.killing(at, victim, &mut save));
+        assert_ne!(failed.code, Some(0), "{failed:?}");
+        if victim == "command" {
+            images.vramctl("resume loaders").expect(0, "", "");
+        }
+        is_as_before(&format!("{victim} {at}"));
+    }
+    let strange: Vec<_> = (1..200).map(|number| shared_memory.folder().join(format!("link_remap.{number}"))).collect();
+    for path in &strange {
+        fs::write(path, "").unwrap();
+    }
+    let refused = images.save("loaders", "strange").expect(7, "", "link_remap.");
+    assert!(refused.err.contains("The program goes on") && strange.iter().all(|path| path.exists()), "{refused:?}");
+    for path in &strange {
+        fs::remove_file(path).unwrap();
+    }
+    both_work(&mut program, 5);
+    images.save("loaders", "image").expect(0, "4 processes", "");
+    is_as_before("ended");
+    program.ended();
+    // What a killed program leaves, the next one does not need.
+    for name in &before {
+        fs::remove_file(shared_memory.folder().join(name)).unwrap();
+    }
+    let [mut one, mut other] = [("image", "one"), ("kept3", "other")].map(|(image, name)| images.load(image, name));
+    both_work(&mut one, 6);
+    both_work(&mut other, 4);
+    says(&mut one, "start('late')", "started");
+    says(&mut one, "ask('late', 9)", "(81, 1, 13, 7)");
+    one.end();
+    for image in ["again1", "again2"] {
+        images.vramctl(&format!("save other {} --keep", images.image(image))).expect(0, "4 processes", "");
+    }
+    both_work(&mut other, 5);
+    images.save("other", "last").expect(0, "4 processes", "");
+    other.ended();
+    let mut last = images.load("last", "last");
+    both_work(&mut last, 6);
+    last.end();
+    assert!(shared_memory.names().is_empty(), "a load has left {:?}", shared_memory.names());
+    images.nothing_is_left("workers");
+}
+
+/// CRIU gives the same names for every program: of two saves at once, one waits. A file elsewhere that has lost its name is refused by that.
+#[test]
+fn files_that_have_lost_a_name_are_written_one_program_at_a_time() {
+    let Some(images) = Images::on(machine) else { return };
+    let shared_memory = OwnSharedMemory::mount();
+    let open = |program: &mut Program, folder: &Path| {
+        let [first, second] = ["first", "second"].map(|name| folder.join(format!("{name}-{}", program.pid())));
+        says(program, &format!("keep('file', open('{}', 'w'))", first.display()), "kept");
+        says(program, &format!("os.link('{0}', '{1}') or os.unlink('{0}')", first.display(), second.display()), "None");
+    };
+    let mut programs = ["one", "two"].map(|name| {
+        let mut program = images.program(name);
+        says(&mut program, "keep('cudart', ctypes.CDLL('libcudart.so.13'))", "kept");
+        says(&mut program, "keep('memory', ctypes.c_void_p())", "kept");
+        says(&mut program, "kept['cudart'].cudaMalloc(ctypes.byref(kept['memory']), ctypes.c_size_t(1 << 20))", "0");
+        open(&mut program, shared_memory.folder());
+        program
+    });
+    let before = shared_memory.names();
+    let begin = |command: &mut Command| command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut command = images.cli(&format!("save one {} --keep", images.image("one")));
+    let (held, command) = images.holding("dump-after", &mut command);
+    let one = begin(command);
+    held.is_reached();
+    assert!(shared_memory.names().iter().any(|name| name.starts_with("link_remap.")));
+    let two = begin(&mut images.cli(&format!("save two {}", images.image("two"))));
+    let is_saved = |file: fs::DirEntry| file.file_name().to_str().unwrap().starts_with(&format!("{}-", programs[1].pid()));
+    let marks = || fs::read_dir(images.machine.sockets()).unwrap().map(Result::unwrap);
+    common::eventually("the second is being saved", || marks().any(is_saved));
+    // By then, its CRIU would have failed.
+    thread::sleep(Duration::from_millis(300));
+    held.go();
+    Ran::end_of(one).expect(0, "saved one", "");
+    Ran::end_of(two).expect(0, "saved two", "");
+    assert_eq!(shared_memory.names(), before);
+    programs[1].ended();
+    let mut loaded = images.load("two", "two");
+    says(&mut loaded, "kept['file'].write('still') and kept['file'].flush()", "None");
+    let paths = "[os.stat(p).st_size for p in os.scandir('/dev/shm') if p.is_file()]";
+    says(&mut loaded, paths, "[5]");
+    says(&mut loaded, "kept['cudart'].cudaMemset(kept['memory'], 1, ctypes.c_size_t(4096))", "0");
+    loaded.end();
+    open(&mut programs[0], images.machine.folder.path());
+    let refused = images.save("one", "elsewhere").expect(7, "", "removed while the file has another name");
+    assert!(refused.err.contains(&format!("first-{}", programs[0].pid())) && refused.err.contains("The program goes on"), "{refused:?}");
+    let left = fs::read_dir(images.machine.folder.path()).unwrap().map(|file| file.unwrap().file_name().into_string().unwrap());
+    assert!(left.into_iter().all(|name| !name.starts_with("link_remap.")) && shared_memory.names() == before);
 }
 
 /// The first of several free ports, one after the other: of another range for each process, and below those that the system gives to whoever asks for

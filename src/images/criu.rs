@@ -25,6 +25,9 @@ const LOG: &str = "log";
 /// What both directions need: nothing of the user's own settings, no plugin (CRIU's for CUDA would checkpoint and restore by itself), no cgroups.
 const ALWAYS: [&str; 5] = ["--no-default-config", "--manage-cgroups=ignore", "--file-locks", "--shell-job", "-v4"];
 
+/// The largest file without a name that is in an image, such as shared memory that was unlinked. By itself, CRIU takes 1 MiB of it.
+const LARGEST_UNNAMED: &str = "4095M";
+
 fn missing(why: &str) -> CommandError {
     let text = format!("images need CRIU {}.{} or later: {why}. Install it, or set VRAMCTL_CRIU to it", OLDEST.0, OLDEST.1);
     CommandError::new(Exit::Failed, text)
@@ -73,7 +76,7 @@ impl Criu {
     pub fn dump(&self, pid: u32, images: BorrowedFd<'_>, work: BorrowedFd<'_>, more: &[String], kept: &[RawFd]) -> io::Result<ExitStatus> {
         let mut command = self.command();
         let there = namespace::pid_there(pid).ok_or(io::ErrorKind::NotFound)?;
-        command.args(["dump", "--leave-stopped", "--link-remap", "-o", LOG, "-t", &there.to_string()]);
+        command.args(["dump", "--leave-stopped", "--link-remap", "--ghost-limit", LARGEST_UNNAMED, "-o", LOG, "-t", &there.to_string()]);
         command.args(ALWAYS).args(more).stdin(Stdio::null());
         in_folders(&mut command, images, work);
         inherit(&mut command, kept);

@@ -2,6 +2,7 @@
 
 use crate::bare::Bare;
 use crate::repair;
+use crate::shared;
 use crate::tree;
 use std::collections::BTreeSet;
 use std::env;
@@ -78,9 +79,10 @@ pub fn run() {
     }
 }
 
-/// Continues processes and all that came of them. Those whose parent has ended are nobody's descendants any more, so each is named.
+/// Removes what CRIU has left of processes and all that came of them, and continues them. Those whose parent has ended are nobody's descendants any more, so each is named.
 pub fn go_on(known: &[u32]) {
     let pids = tree::with_descendants(known);
+    shared::unlink_what_is_left(&pids);
     pids.iter().copied().for_each(repair::end);
     for pid in pids {
         // SAFETY: touches no memory.

@@ -4,6 +4,7 @@ use crate::criu::{Criu, errors_in, inherit};
 use crate::details::{Details, failed, refused};
 use crate::namespace;
 use crate::relay;
+use crate::shared;
 use crate::tree::Kind;
 use serde::{Deserialize, Serialize};
 use std::ffi::CString;
@@ -11,15 +12,15 @@ use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
-use std::path::{Component, Path, PathBuf};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::{mem, ptr, thread};
 use vramctl_control::absence::{Mark, Marked, Says};
 use vramctl_control::address::Address;
 use vramctl_control::discovery::Directory;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_store::{Manifest, Process, Remap, Store};
+use vramctl_store::{Manifest, Process, Store};
 
 /// What it is told, as its only argument.
 #[derive(Debug, Serialize, Deserialize)]
@@ -170,9 +171,7 @@ fn restore(task: &Task) -> Result<(libc::pid_t, Vec<Marked>), CommandError> {
     let criu = Criu::find()?;
     mount_own().map_err(|error| CommandError::new(Exit::Failed, format!("cannot mount /proc and /dev/shm: {error}")))?;
     open_null_anew().map_err(refused("open", Path::new("/dev/null")))?;
-    for remap in &manifest.remaps {
-        put_back(&image.files_path(), remap).map_err(refused("put back", Path::new(&remap.to)))?;
-    }
+    shared::put_back(&image.files_path(), &manifest.remaps)?;
     let of_library = manifest.processes.iter().filter(|process| process.kind == Kind::Library.to_string());
     let marked = of_library.map(|process| tell_library(name_of(process, &task.name, manifest), process.pid, &details));
     let marked = marked.collect::<Result<Vec<_>, _>>()?;
@@ -281,19 +280,6 @@ fn open_null_anew() -> io::Result<()> {
         }
     }
     Ok(())
-}
-
-fn put_back(files: &Path, remap: &Remap) -> io::Result<()> {
-    let to = Path::new(&remap.to);
-    let leads_elsewhere = |path: &Path| path.components().any(|part| part == Component::ParentDir);
-    if !to.starts_with("/dev/shm") || leads_elsewhere(to) || leads_elsewhere(Path::new(&remap.from)) {
-        return Err(io::ErrorKind::PermissionDenied.into());
-    }
-    to.parent().map_or(Ok(()), fs::create_dir_all)?;
-    let (mut from, mut new) = (File::open(files.join(&remap.from))?, File::options().write(true).create_new(true).open(to)?);
-    io::copy(&mut from, &mut new)?;
-    chown(to, Some(remap.uid), Some(remap.gid))?;
-    fs::set_permissions(to, fs::Permissions::from_mode(remap.mode))
 }
 
 /// The name of a process from now on: that of the program, unless it had another one before.

@@ -17,6 +17,7 @@ mod prepare;
 mod relay;
 mod repair;
 mod save;
+mod shared;
 mod surroundings;
 mod tree;
 

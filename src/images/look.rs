@@ -328,16 +328,16 @@ fn address(text: &str) -> String {
     }
 }
 
-/// The files in `/dev/shm` that a process has open or mapped. Those that are not deleted.
-pub fn shared_files(pid: u32) -> BTreeMap<PathBuf, PathBuf> {
-    let mut found = BTreeMap::new();
+/// The plain files that a process has open or mapped, by the names that `/proc` has for them: one that was removed ends in ` (deleted)`.
+pub fn opened(pid: u32) -> Vec<(PathBuf, fs::Metadata)> {
+    let mut found = Vec::new();
     for folder in ["fd", "map_files"] {
         for entry in fs::read_dir(format!("/proc/{pid}/{folder}")).into_iter().flatten().flatten() {
             if let Ok(path) = fs::read_link(entry.path())
-                && path.starts_with("/dev/shm")
-                && !path.to_string_lossy().ends_with(" (deleted)")
+                && let Ok(metadata) = fs::metadata(entry.path())
+                && metadata.is_file()
             {
-                found.entry(path).or_insert(entry.path());
+                found.push((path, metadata));
             }
         }
     }

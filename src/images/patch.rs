@@ -1,12 +1,20 @@
 //! Changes what CRIU has written of open files: of those that others replace, it must compare neither size nor permissions, nor seek in them, and
-//! connections to outside are closed.
+//! connections to outside are closed. Reads the names that it has given.
 //!
 //! `files.img` has two numbers, and then records: a length each, and a message of protocol buffers (`FileEntry`).
 
+use std::collections::BTreeMap;
 use std::io;
+use std::path::PathBuf;
 
 /// The fields of the messages.
 mod field {
+    /// `FileEntry`: its number.
+    pub const ID: u64 = 2;
+    /// `RemapFilePathEntry`: the numbers of a file, and of the one by which it is found.
+    pub const REMAP: [u64; 2] = [1, 2];
+    /// `RemapFilePathEntry`: how it is found.
+    pub const KIND: u64 = 3;
     /// `FileEntry`: what is known of a plain file.
     pub const PLAIN: u64 = 3;
     /// `FileEntry`: what is known of an Internet socket.
@@ -113,37 +121,80 @@ pub struct Changes<'a> {
     pub is_closed: &'a dyn Fn(u64) -> bool,
 }
 
+/// The header of an image, and its records.
+fn records(image: &[u8]) -> io::Result<(&[u8], Vec<&[u8]>)> {
+    let (header, mut rest) = image.split_at_checked(HEADER).ok_or_else(damaged)?;
+    let mut found = Vec::new();
+    while !rest.is_empty() {
+        let count = u32::from_le_bytes(take(&mut rest, 4)?.try_into().map_err(|_| damaged())?);
+        found.push(take(&mut rest, count as usize)?);
+    }
+    Ok((header, found))
+}
+
+fn put_record(record: &[u8], to: &mut Vec<u8>) {
+    to.extend((record.len() as u32).to_le_bytes());
+    to.extend(record);
+}
+
+/// A number of a message; the last one, if it has several.
+fn number(fields: &[Field<'_>], wanted: u64) -> Option<u64> {
+    let of_it = fields.iter().filter(|field| field.number == wanted);
+    of_it.filter_map(|field| if let Value::Number(number) = field.value { Some(number) } else { None }).next_back()
+}
+
 /// The contents of `files.img`, changed.
 pub fn changed(image: &[u8], changes: &Changes<'_>) -> io::Result<Vec<u8>> {
-    let (header, mut records) = image.split_at_checked(HEADER).ok_or_else(damaged)?;
+    let (header, records) = records(image)?;
     let mut new = header.to_vec();
-    while !records.is_empty() {
-        let count = u32::from_le_bytes(take(&mut records, 4)?.try_into().map_err(|_| damaged())?);
-        let record = entry(take(&mut records, count as usize)?, changes)?;
-        new.extend((record.len() as u32).to_le_bytes());
-        new.extend(record);
-    }
+    records.into_iter().try_for_each(|record| entry(record, changes).map(|record| put_record(&record, &mut new)))?;
     Ok(new)
+}
+
+/// A name that CRIU has given to a file which is not there by the one that it was opened by.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Link {
+    /// The name.
+    pub name: PathBuf,
+    /// The one before.
+    pub was: PathBuf,
+}
+
+/// The names that CRIU has given. `files`: the contents of `files.img`; `remaps`: those of `remap-fpath.img`.
+pub fn links(files: &[u8], remaps: &[u8]) -> io::Result<Vec<Link>> {
+    /// The kind of those that are found by such a name.
+    const LINKED: u64 = 0;
+    let mut names = BTreeMap::new();
+    for record in records(files)?.1 {
+        let file = fields(record)?;
+        for plain in file.iter().filter(|field| field.number == field::PLAIN) {
+            if let Value::Bytes(plain) = plain.value {
+                names.extend(number(&file, field::ID).zip(name(&fields(plain)?).map(PathBuf::from)));
+            }
+        }
+    }
+    let mut found = Vec::new();
+    for record in records(remaps)?.1 {
+        let remap = fields(record)?;
+        if number(&remap, field::KIND).unwrap_or(LINKED) == LINKED {
+            let [was, name] = field::REMAP.map(|id| number(&remap, id).and_then(|id| names.get(&id)));
+            let (was, name) = was.zip(name).ok_or_else(damaged)?;
+            found.push(Link { name: name.clone(), was: was.clone() });
+        }
+    }
+    Ok(found)
 }
 
 /// The contents of `filelocks.img`, without the locks of what is replaced: what takes its place may be another's, for which CRIU would wait. `is_replaced`:
 /// by the process, and the descriptor there.
 pub fn without_locks(image: &[u8], is_replaced: &dyn Fn(u64, u64) -> bool) -> io::Result<Vec<u8>> {
-    let (header, mut records) = image.split_at_checked(HEADER).ok_or_else(damaged)?;
+    let (header, records) = records(image)?;
     let mut new = header.to_vec();
-    while !records.is_empty() {
-        let whole = records;
-        let count = u32::from_le_bytes(take(&mut records, 4)?.try_into().map_err(|_| damaged())?);
-        let fields = fields(take(&mut records, count as usize)?)?;
-        let [pid, number] = field::OWNER.map(|wanted| {
-            let of_it = fields.iter().filter(|field| field.number == wanted);
-            of_it
-                .filter_map(|field| if let Value::Number(number) = field.value { Some(number) } else { None })
-                .next_back()
-                .unwrap_or_default()
-        });
-        if !is_replaced(pid, number) {
-            new.extend(&whole[..whole.len() - records.len()]);
+    for record in records {
+        let fields = fields(record)?;
+        let [pid, descriptor] = field::OWNER.map(|wanted| number(&fields, wanted).unwrap_or_default());
+        if !is_replaced(pid, descriptor) {
+            put_record(record, &mut new);
         }
     }
     Ok(new)
@@ -192,13 +243,17 @@ fn closed_socket(message: &[u8], is_meant: &dyn Fn(u64) -> bool) -> io::Result<V
     Ok(new)
 }
 
-fn plain_file(message: &[u8], is_meant: &dyn Fn(&str) -> bool) -> io::Result<Vec<u8>> {
-    let fields = fields(message)?;
-    let name = fields.iter().find_map(|field| match field.value {
+/// The name in a `RegFileEntry`.
+fn name<'a>(fields: &[Field<'a>]) -> Option<&'a str> {
+    fields.iter().find_map(|field| match field.value {
         Value::Bytes(name) if field.number == field::NAME => str::from_utf8(name).ok(),
         _ => None,
-    });
-    if !name.is_some_and(is_meant) {
+    })
+}
+
+fn plain_file(message: &[u8], is_meant: &dyn Fn(&str) -> bool) -> io::Result<Vec<u8>> {
+    let fields = fields(message)?;
+    if !name(&fields).is_some_and(is_meant) {
         return Ok(message.to_vec());
     }
     let mut new = Vec::new();
@@ -257,6 +312,23 @@ mod tests {
         for cut in HEADER + 1..image("/log", &before).len() {
             assert!(replaced(&image("/log", &before)[..cut]).is_err(), "{cut}");
         }
+    }
+
+    #[test]
+    fn the_names_that_criu_has_given_are_found() {
+        let record = |record: Vec<u8>| [&(record.len() as u32).to_le_bytes()[..], &record].concat();
+        let image = |records: &[Vec<u8>]| [&[7; HEADER][..], &records.concat()].concat();
+        let file = |id, name: &str| {
+            let plain = [number(1, id), bytes(field::NAME, name.as_bytes())].concat();
+            record([number(1, 1), number(field::ID, id), bytes(field::PLAIN, &plain)].concat())
+        };
+        let remap = |was, name, kind: &[u8]| record([&number(1, was)[..], &number(2, name), kind].concat());
+        let files = image(&[file(3, "/dev/shm/old"), file(4, "/dev/shm/link_remap.4"), file(5, "/dev/shm/gone")]);
+        let remaps = image(&[remap(3, 4, &number(3, 0)), remap(5, 1, &number(3, 1)), remap(3, 4, &[])]);
+        let link = Link { name: "/dev/shm/link_remap.4".into(), was: "/dev/shm/old".into() };
+        assert_eq!(links(&files, &remaps).unwrap(), [link.clone(), link]);
+        assert!(links(&files, &image(&[remap(3, 9, &[])])).is_err());
+        assert!(links(&files[..files.len() - 1], &remaps).is_err());
     }
 
     #[test]

@@ -20,13 +20,15 @@ use crate::criu::{self, Criu};
 use crate::details::{Details, failed, refused, split};
 use crate::guard::{self, Guard};
 use crate::look::{self, Look};
+use crate::patch::{self, Link};
+use crate::shared;
 use crate::tree::{self, Kind, Tree};
-use crate::{namespace, patch, surroundings};
+use crate::{namespace, surroundings};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Seek};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 use std::{iter, thread};
@@ -49,6 +51,8 @@ use vramctl_store::{
 
 /// How long the process may take to close its socket, or to have it again.
 const SOCKET_WITHIN: Duration = Duration::from_secs(10);
+/// How long another program may be written.
+const NAMES_WITHIN: Duration = Duration::from_secs(60);
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// What a save will do.
@@ -150,6 +154,7 @@ impl Save {
             parts,
             guard,
             stages: Vec::new(),
+            links: Vec::new(),
             is_stopped: false,
             is_off: false,
             is_paused: false,
@@ -227,6 +232,8 @@ struct Run<'a> {
     parts: Vec<Part>,
     guard: Guard,
     stages: Vec<(&'static str, Duration)>,
+    /// The names that CRIU has given.
+    links: Vec<Link>,
     /// CRIU has, or may have, stopped it.
     is_stopped: bool,
     /// It is, or may be, off its GPUs.
@@ -263,8 +270,10 @@ impl Run<'_> {
         let (contents_bytes, written_bytes) = self.timed("store", Self::store)?;
         self.timed("checkpoint", |run| run.leave_gpus(reporter))?;
         self.timed("detach", Self::detach)?;
+        let names = self.lock_names()?;
         let look = self.timed("dump", Self::dump)?;
         let kept = self.timed("copy", Self::copy_files)?;
+        drop(names);
         let process_bytes = self.process_bytes();
         let manifest = self.describe(&look, kept)?;
         // The decision.
@@ -380,6 +389,27 @@ impl Run<'_> {
         Err(CommandError::new(Exit::Unsuspendable, format!("it cannot be saved: {}", look.obstacles.join("; "))))
     }
 
+    /// Keeps others from being written meanwhile if CRIU has to give names, which are the same for every program.
+    fn lock_names(&self) -> Result<Option<File>, CommandError> {
+        if !shared::has_other_names(&self.save.tree.pids()) {
+            return Ok(None);
+        }
+        let (root, mut locked) = (self.root_folder(), Ok(None));
+        let is_decided = || {
+            locked = shared::lock(&root);
+            !matches!(locked, Ok(None))
+        };
+        if wait_until(NAMES_WITHIN, is_decided) {
+            return locked.map_err(refused("lock", &root.join("dev/shm")));
+        }
+        Err(CommandError::new(Exit::Busy, "another program with shared memory is being saved"))
+    }
+
+    /// The program's root, as seen from here.
+    fn root_folder(&self) -> PathBuf {
+        PathBuf::from(format!("/proc/{}/root", self.root()))
+    }
+
     /// Returns what CRIU has seen.
     fn dump(&mut self) -> Result<Look, CommandError> {
         /// How often the library may have been looking for its lock at the moment of the dump, or the program may have started or ended a process.
@@ -390,7 +420,14 @@ impl Run<'_> {
             let look = self.look()?;
             self.guard.watch(&self.save.tree.pids()).map_err(not_watched)?;
             self.is_stopped = true;
+            shared::unlink_what_is_left(&self.save.tree.pids().into_iter().collect());
             self.dump_to(&images, &look)?;
+            self.links = shared::links_in(&images).map_err(refused("read", &images))?;
+            if let Some(link) = self.links.iter().find(|link| !shared::is_here(&link.name)) {
+                let was = link.was.display();
+                let text = format!("it has {was} open, which was removed while the file has another name; have it closed");
+                return Err(CommandError::new(Exit::Unsuspendable, text));
+            }
             // CRIU has written no memory of one that had ended before.
             if let Some(part) = self.parts.iter().find(|part| !images.join(format!("mm-{}.img", part.there)).exists()) {
                 return Err(CommandError::new(Exit::NoProcess, format!("{} has ended meanwhile", tree::named(part.pid))));
@@ -427,32 +464,26 @@ impl Run<'_> {
         fs::remove_dir_all(&work).map_err(refused("remove", &work))?;
         match dumped {
             Ok(status) if status.success() => patch(images, look).map_err(refused("change", images)),
+            Ok(_) if shared::are_names_taken(&said) => {
+                let names = shared::names_taken(&self.root_folder()).join(", ");
+                let what = "CRIU has no names for the program's shared memory, because of some that another CRIU has left";
+                Err(CommandError::new(Exit::Unsuspendable, format!("{what}: {names}; remove them, unless somebody restores from them")))
+            }
             Ok(status) => Err(CommandError::new(Exit::Failed, format!("CRIU could not write the process ({status}): {said}"))),
             Err(error) => Err(CommandError::new(Exit::Failed, format!("CRIU cannot be run: {error}"))),
         }
     }
 
-    /// Copies what is gone when the process is.
+    /// Copies what is gone when the process is, and removes what CRIU has left.
     fn copy_files(&mut self) -> Result<Vec<Remap>, CommandError> {
-        let top = self.saving()?.files_path();
-        let mut kept = Vec::new();
-        let root = PathBuf::from(format!("/proc/{}/root", self.root()));
-        let shared = self.save.tree.pids().into_iter().flat_map(|pid| look::shared_files(pid).into_keys());
-        let beside = |path: &PathBuf| root.join(path.strip_prefix("/").unwrap_or(path));
-        // What CRIU has linked so that it is found again.
-        let linked = files_in(&root.join("dev/shm")).into_iter().filter(|name| name.starts_with("link_remap."));
-        let mut paths: Vec<_> = shared.chain(linked.map(|name| Path::new("/dev/shm").join(name))).collect();
-        paths.sort();
-        paths.dedup();
-        for (number, path) in paths.into_iter().enumerate() {
-            let from = beside(&path);
-            let found = fs::symlink_metadata(&from).map_err(refused("look at", &path))?;
-            let name = number.to_string();
-            fs::copy(&from, top.join(&name)).map_err(refused("copy", &path))?;
-            let to = path.to_string_lossy().into_owned();
-            kept.push(Remap { from: name, to, mode: found.mode() & 0o7777, uid: found.uid(), gid: found.gid() });
-        }
+        let kept = shared::copy(&self.save.tree.pids(), &self.root_folder(), &self.links, &self.saving()?.files_path())?;
+        self.unlink();
         Ok(kept)
+    }
+
+    fn unlink(&mut self) {
+        shared::unlink(&self.root_folder(), &self.links);
+        self.links.clear();
     }
 
     fn process_bytes(&self) -> u64 {
@@ -560,6 +591,7 @@ impl Run<'_> {
     }
 
     fn go_on(&mut self) {
+        self.unlink();
         guard::go_on(&self.save.tree.pids());
         self.is_stopped = false;
     }
@@ -575,7 +607,11 @@ impl Run<'_> {
             // As far as that goes, whatever becomes of the others.
             let freed = self.bare().free();
             let directory = self.save.directory.clone();
-            let are_there = || self.parts.iter().all(|part| directory.connect(part.known_as).is_ok() || part.has_ended());
+            // Not always where each has listened before: of two with the same id in their namespaces, the other may have ended.
+            let are_there = || {
+                let there = listening(&directory);
+                self.parts.iter().all(|part| there.contains(&part.known_as) || part.has_ended())
+            };
             if !wait_until(SOCKET_WITHIN, are_there) {
                 return Err(CommandError::new(Exit::Busy, "the process has not opened its socket again"));
             }
@@ -699,11 +735,6 @@ fn patch(images: &Path, look: &Look) -> io::Result<()> {
         }
     }
     Ok(())
-}
-
-fn files_in(folder: &Path) -> Vec<String> {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
 }
 
 /// Waits until this is so, and returns whether it is.

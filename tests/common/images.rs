@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::ptr;
 use std::sync::OnceLock;
 
 /// CRIU, where it works.
@@ -87,6 +88,31 @@ impl Images {
     /// Loads it, with this process's pipes as its streams: what they carry is the program's alone.
     pub fn load(&self, image: &str, name: &str) -> Program {
         Program::spawn(&mut self.cli(&format!("load {} --name {name}", self.image(image))))
+    }
+}
+
+/// A `/dev/shm` of this thread's own, and of all that it starts. It goes with them.
+pub struct OwnSharedMemory;
+
+impl OwnSharedMemory {
+    pub fn mount() -> Self {
+        let mounted = unsafe {
+            libc::unshare(libc::CLONE_NEWNS) == 0
+                && libc::mount(ptr::null(), c"/".as_ptr(), ptr::null(), libc::MS_REC | libc::MS_PRIVATE, ptr::null()) == 0
+                && libc::mount(c"tmpfs".as_ptr(), c"/dev/shm".as_ptr(), c"tmpfs".as_ptr(), 0, ptr::null()) == 0
+        };
+        assert!(mounted, "{}", std::io::Error::last_os_error());
+        Self
+    }
+
+    pub fn folder(&self) -> &'static Path {
+        Path::new("/dev/shm")
+    }
+
+    pub fn names(&self) -> Vec<String> {
+        let mut names: Vec<_> = fs::read_dir(self.folder()).unwrap().map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
     }
 }
 
