@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -87,6 +88,20 @@ def eventually(what: str, is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < end, f"not within 100 s: {what}"
         time.sleep(0.02)
+
+
+class FolderOfPrograms(tempfile.TemporaryDirectory[str]):
+    """A folder in the environment of programs. At its end, it waits for what they leave behind, which writes into it: keepers, of those that share."""
+
+    def cleanup(self) -> None:
+        eventually(f"nobody uses {self.name}", lambda: not any(map(self._uses, Path("/proc").glob("[0-9]*"))))
+        super().cleanup()
+
+    def _uses(self, process: Path) -> bool:
+        try:
+            return self.name.encode() in (process / "environ").read_bytes()
+        except OSError:
+            return False
 
 
 def free_ports(count: int) -> list[int]:

@@ -10,7 +10,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
-from support import ROOT, VRAMCTL
+from support import ROOT, VRAMCTL, FolderOfPrograms
 
 BUILT = os.path.dirname(VRAMCTL)
 README = (ROOT / "README.md").read_text()
@@ -152,7 +152,7 @@ class ByHand(unittest.TestCase):
         one, another, look = [line.partition(" #")[0].rstrip() + "\n" for line in sharing.splitlines()]
         self.assertEqual(look, "vramctl top\n")
         machine, joined = first.partition("vramctl run")[0], second.partition("vramctl status")[0]
-        with tempfile.TemporaryDirectory() as folder:
+        with FolderOfPrograms() as folder:
             given = environment(folder)
             with Terminal(given) as a, Terminal(given) as b, Terminal(given) as third:
                 for terminal, text in ((a, machine + one), (b, joined + another)):

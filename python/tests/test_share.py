@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import unittest
 import urllib.request
 
@@ -36,7 +35,7 @@ class Engines(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls):
-        folder = tempfile.TemporaryDirectory()
+        folder = support.FolderOfPrograms()
         cls.addClassCleanup(folder.cleanup)
         without = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
         more = {"PYTHONPATH": str(support.ROOT / "python"), "SIMGPU_DIR": folder.name, "SIMGPU_MEMORY": f"{cls.GPU}M"}

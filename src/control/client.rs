@@ -398,8 +398,11 @@ impl Client {
     /// The next line, if it has arrived. Fails once no more will.
     fn read(&mut self) -> io::Result<Option<Reply>> {
         let arrived = self.read_arrived()?;
-        if arrived.is_none() {
-            self.check_alive()?;
+        if arrived.is_none()
+            && let Err(error) = self.check_alive()
+        {
+            // It may have answered, and then ended, since the line above.
+            return self.read_arrived()?.map(Some).ok_or(error);
         }
         Ok(arrived)
     }
