@@ -413,6 +413,28 @@ class Pretended(unittest.TestCase):
             late.set()
             self.assertEqual(client.hello().name, "pretended")
 
+    def test_an_answer_that_comes_just_before_the_end_is_an_answer(self) -> None:
+        waits: list[socket.socket] = []
+        end = threading.Event()
+        self.addCleanup(end.set)
+
+        def answer(connection: socket.socket, _: bytes) -> None:
+            waits.append(connection)
+            end.wait(60)
+
+        def answers_and_ends(path: str) -> bool:
+            if path != f"/proc/{os.getpid()}" or not waits:
+                return os.path.lexists(path)
+            waits.pop().sendall(json.dumps({"reply": "hello", **HELLO}).encode() + b"\n")
+            return False
+
+        with (
+            vramctl.Client(self.serve(answer), patience=None) as client,
+            mock.patch("vramctl.client._LOOK_AFTER", 0.1),
+            mock.patch("os.path.exists", answers_and_ends),
+        ):
+            self.assertEqual(client.hello().name, "pretended")
+
     def test_a_process_may_hang_up_between_two_requests(self) -> None:
         """As it does to a client that is silent for 30 seconds."""
 

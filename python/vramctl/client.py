@@ -434,17 +434,19 @@ class Client:
 
     def _replies(self, control: socket.socket, deadline: float | None, unsent: OSError | None) -> Iterator[dict[str, Any]]:
         """The replies, line by line, until the process closes the connection."""
-        unread = bytearray()
+        unread, has_ended = bytearray(), False
         while True:
             left = _LOOK_AFTER if deadline is None else min(_LOOK_AFTER, deadline - time.monotonic())
             if left <= 0:
                 raise errors.Busy(f"{self._place} gave no answer in time; is it stopped?")
             try:
-                control.settimeout(left)
+                control.settimeout(0 if has_ended else left)
                 part = control.recv(1 << 16)
-            except socket.timeout:
-                if self._process[0] and not os.path.exists(f"/proc/{self._process[0]}"):
+            except (socket.timeout, BlockingIOError):
+                if has_ended:
                     return
+                # It may have answered, and then ended, since the line above.
+                has_ended = self._process[0] != 0 and not os.path.exists(f"/proc/{self._process[0]}")
                 continue
             except OSError as error:
                 raise errors.Disconnected(f"{self._place} does not answer: {unsent or error}") from error
