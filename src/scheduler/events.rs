@@ -272,8 +272,8 @@ impl Gang {
         self.retry = Backoff::default();
         if arrived {
             self.turn.since = now;
+            self.programs.values_mut().for_each(|one| one.works = Works::Busy);
         }
-        self.programs.values_mut().for_each(|one| one.works = Works::Busy);
         self.turn.until = if arrived || self.turn.until <= now { now + policy.turn(cost) } else { self.turn.until + cost * policy.k };
         self.turn.class = underway.class;
     }

@@ -24,7 +24,8 @@
 //! - Whoever calls comes back; whoever allocates more than there is waits for room. First come those with a blocked rank, then a higher priority, then
 //!   those who ask for more in their turn, then the oldest (`order.rs` says why).
 //! - Those give way, in this order, that are away already, that wait behind, that are idle, that are of a lower priority, whose turn is over. Of
-//!   their memory goes what is missing, the cheapest first. In its turn, an idle program is safe for as long as bringing it back would take.
+//!   their memory goes what is missing, the cheapest first; where the host is short of room, what has no contents goes first of all of them. In its
+//!   turn, an idle program is safe for as long as bringing it back would take.
 //! - A turn begins when a change has brought a program in, and its length is fixed then: k times what the change took. So each change is paid for
 //!   by the turn after it, and a waiter knows for how long it waits. What a change took beyond what its bytes should take counts only if two of the
 //!   last three did so: the first is dearer than those that follow, where the host's memory has not been touched. Who gets room without a change has a slice. While a program

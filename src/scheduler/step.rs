@@ -42,7 +42,7 @@ struct Round {
 struct Candidates {
     /// Now, in the order in which they do.
     now: Vec<(GangId, Why)>,
-    /// Sooner or later.
+    /// Sooner or later, in the same order.
     ever: Vec<(GangId, Why)>,
     /// When the next of the others may.
     next: Option<Duration>,
@@ -91,19 +91,11 @@ impl State {
         if !self.ready {
             return Step { actions, wake: None };
         }
-        let waiters = self.waiters();
+        self.note_why_others_wait();
         let mut round = self.round(actions);
-        for waiter in waiters {
-            if let Some(rises) = waiter.rises.filter(|rises| *rises > self.now) {
-                round.wake_at(rises);
-            }
-            let because = self.serve(&mut round, waiter.clone());
-            let gang = self.gangs.get_mut(&waiter.gang).expect("a waiter exists");
-            gang.because = because;
-            if waiter.class > waiter.own && gang.is_in_vain() && !waiter.in_vain {
-                // Another rises in its place.
-                round.wake_at(self.now);
-            }
+        while let Some(refused) = self.serve_all(&mut round) {
+            self.refuse(&mut round, refused);
+            round = self.round(round.step.actions);
         }
         self.release_idle(&mut round);
         self.watch(&mut round);
@@ -118,12 +110,21 @@ impl State {
         }
     }
 
+    /// Why those wait for whom a change is under way, and who leave by one.
+    fn note_why_others_wait(&mut self) {
+        for (&id, gang) in &mut self.gangs {
+            if gang.waits_since().is_none() {
+                gang.because = None;
+            } else if let Some(change) = gang.served_by.or(gang.moving) {
+                let is_for_it = self.changes.get(&change).is_some_and(|underway| underway.change.cause.gang() == id);
+                gang.because = Some(if is_for_it { Because::Served } else { Because::Moving });
+            }
+        }
+    }
+
     fn round(&mut self, actions: Vec<Action>) -> Round {
         let (reserve, books) = (self.policy.reserve, self.books());
         self.capacity = books.iter().map(|(&gpu, it)| (gpu, it.total.saturating_sub(reserve + it.unmanaged + it.fixed))).collect();
-        for gang in self.gangs.values_mut() {
-            gang.because = gang.served_by.or(gang.moving).filter(|_| gang.waits_since().is_some()).map(|_| Because::Served);
-        }
         Round {
             step: Step { actions, wake: None },
             free: books.iter().map(|(&gpu, books)| (gpu, books.free(reserve))).collect(),
@@ -136,21 +137,38 @@ impl State {
         }
     }
 
-    /// Serves a waiter, or says why it still waits. What can never be had fails, and so does what nobody could give for too long.
-    fn serve(&mut self, round: &mut Round, mut waiter: Waiter) -> Option<Because> {
-        loop {
-            let because = match self.impossible(&waiter) {
-                Some(refused) => Err(refused),
-                None => Ok(self.try_to_serve(round, &waiter)),
-            };
-            let stuck = matches!(because, Ok(Some(Because::NobodyCan | Because::HostFull | Because::Retries(_))));
-            let refused = because.err().or_else(|| self.unserved(&waiter).filter(|_| stuck));
-            let Some((program, ask, refusal)) = refused else { return because.ok().flatten() };
-            round.step.actions.push(Action::Refuse(program, ask, refusal));
-            self.with(program, |one| _ = one.asks.remove(&ask));
-            waiter.lack = self.gangs[&waiter.gang].lack();
-            round.totals = self.totals();
-            self.gangs[&waiter.gang].waits_since()?;
+    /// Serves the waiters, or notes why they still wait. Returns the first request that has to fail, if there is one: what can never be had, or what
+    /// nobody could give for too long. The caller begins again without it, since it may have kept its program from giving way to those before it.
+    fn serve_all(&mut self, round: &mut Round) -> Option<(ProgramId, AskId, Refusal)> {
+        let waiters = self.waiters();
+        let refused = waiters.iter().find_map(|waiter| self.impossible(waiter));
+        if refused.is_some() {
+            return refused;
+        }
+        for waiter in waiters {
+            if let Some(rises) = waiter.rises.filter(|rises| *rises > self.now) {
+                round.wake_at(rises);
+            }
+            let because = self.try_to_serve(round, &waiter);
+            let gang = self.gangs.get_mut(&waiter.gang).expect("a waiter exists");
+            gang.because = because;
+            let in_vain = gang.is_in_vain();
+            if let Some(refused) = self.unserved(&waiter).filter(|_| in_vain) {
+                return Some(refused);
+            }
+            if waiter.class > waiter.own && in_vain && !waiter.in_vain {
+                // Another rises in its place.
+                round.wake_at(self.now);
+            }
+        }
+        None
+    }
+
+    fn refuse(&mut self, round: &mut Round, (program, ask, refusal): (ProgramId, AskId, Refusal)) {
+        round.step.actions.push(Action::Refuse(program, ask, refusal));
+        if let Some(gang) = self.gang(program).and_then(|id| self.gangs.get_mut(&id)) {
+            gang.because = None;
+            gang.programs.entry(program).and_modify(|one| _ = one.asks.remove(&ask));
         }
     }
 
@@ -256,7 +274,7 @@ impl State {
         let others: Vec<_> = self.gangs.iter().filter(|(id, gang)| **id != waiter.gang && concerned(gang)).collect();
         // No busy one goes before it is known who is idle.
         let known_at = others.iter().map(|(_, gang)| gang.known_at(self.now, self.policy.rest)).max().unwrap_or_default();
-        let (mut now, mut ever, mut later) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut ever, mut later) = (Vec::new(), Vec::new());
         for (&id, gang) in others {
             let (from, why) = match self.standing(gang, id, waiter, needs, &round.ahead) {
                 Standing::Never(until) => {
@@ -267,10 +285,12 @@ impl State {
                 Standing::From(from, why @ (Why::Lower(_) | Why::TurnOver)) => (from.max(known_at), why),
                 Standing::From(from, why) => (from, why),
             };
-            ever.push((id, why));
-            if from <= self.now { now.push((id, why)) } else { later.push(from) }
+            ever.push((from, (id, why)));
+            later.push(from);
         }
-        now.sort_by_key(|&(id, why)| self.preference(id, why));
+        ever.sort_by_key(|&(_, (id, why))| self.preference(id, why));
+        let now = ever.iter().filter(|(from, _)| *from <= self.now).map(|(_, one)| *one).collect();
+        let ever = ever.into_iter().map(|(_, one)| one).collect();
         let next = later.into_iter().filter(|at| *at > self.now && *at < Duration::MAX).min();
         Candidates { now, ever, next }
     }

@@ -104,24 +104,33 @@ impl State {
 
     /// Chooses of the candidates, in their order, those that are needed, and of their memory what is missing. `None` if all do not suffice.
     pub(crate) fn cover(&self, needs: &Needs, candidates: &[(GangId, Why)], budget: Budget) -> Option<Vec<Leave>> {
-        let (mut left, mut budget, mut leaving) = (needs.clone(), budget.0, Vec::new());
-        for &(id, why) in candidates {
-            if left.is_met() {
-                break;
+        // If there is no place for the contents of the first, all give first what has none: a GPU may need the place that another can do without.
+        [&[budget.0][..], &[0, budget.0]].into_iter().find_map(|budgets| self.choose(needs, candidates, budgets))
+    }
+
+    /// The same in so many rounds, each with room for so many bytes of contents.
+    fn choose(&self, needs: &Needs, candidates: &[(GangId, Why)], budgets: &[u64]) -> Option<Vec<Leave>> {
+        let (mut left, mut chosen) = (needs.clone(), BTreeMap::new());
+        for &budget in budgets {
+            let mut budget = budget;
+            for &(id, _) in candidates {
+                if left.is_met() {
+                    break;
+                }
+                let (gang, is_first) = (&self.gangs[&id], !chosen.contains_key(&id));
+                let bytes = gang.take_cheapest(&left.bytes, &mut budget, chosen.entry(id).or_default());
+                let rivals = if is_first { self.rivals(gang, &left) } else { PerGpu::new() };
+                left = left.without(&Needs { bytes, rivals });
             }
-            let gang = &self.gangs[&id];
-            let taken = gang.cheapest(&left.bytes, &mut budget);
-            let is_rival = left.rivals.keys().any(|gpu| gang.runs_on(*gpu));
-            if taken.is_empty() && !is_rival {
-                continue;
-            }
-            let leave = Leave { gang: id, programs: gang.programs.keys().copied().collect(), taken, why };
-            left = left.without(&self.gives(&left, &leave));
-            leaving.push(leave);
         }
         if !left.is_met() {
             return None;
         }
+        let leave = |&(id, why): &(GangId, Why)| {
+            let programs = self.gangs[&id].programs.keys().copied().collect();
+            Some(Leave { gang: id, programs, taken: chosen.remove(&id)?, why })
+        };
+        let mut leaving: Vec<Leave> = candidates.iter().filter_map(leave).collect();
         // A later one may have given so much that an earlier one need not leave.
         let mut given = leaving.iter().fold(Needs::default(), |given, leave| given.and(&self.gives(needs, leave)));
         for index in (0..leaving.len()).rev() {
@@ -136,12 +145,13 @@ impl State {
 
     /// What a gang gives of what is needed.
     fn gives(&self, needs: &Needs, leave: &Leave) -> Needs {
-        let gang = &self.gangs[&leave.gang];
-        let rivals = needs.rivals.keys().filter(|gpu| gang.runs_on(**gpu));
-        Needs {
-            bytes: needs.bytes.keys().map(|&gpu| (gpu, leave.on(gpu))).collect(),
-            rivals: rivals.map(|&gpu| (gpu, self.most_of(gang, gpu))).collect(),
-        }
+        let bytes = needs.bytes.keys().map(|&gpu| (gpu, leave.on(gpu))).collect();
+        Needs { bytes, rivals: self.rivals(&self.gangs[&leave.gang], needs) }
+    }
+
+    /// By how many bytes fewer the others may outgrow each GPU if the gang leaves.
+    fn rivals(&self, gang: &Gang, needs: &Needs) -> PerGpu {
+        needs.rivals.keys().filter(|gpu| gang.runs_on(**gpu)).map(|&gpu| (gpu, self.most_of(gang, gpu))).collect()
     }
 
     /// The most that a gang may come to have on a GPU of what can leave it.
@@ -283,15 +293,20 @@ impl Gang {
         all
     }
 
-    /// The cheapest of its allocations that give so many bytes by GPU, with at most `budget` bytes of contents.
-    fn cheapest(&self, bytes: &PerGpu, budget: &mut u64) -> BTreeMap<(ProgramId, GpuId), Holdings> {
-        let mut taken = BTreeMap::<(ProgramId, GpuId), Holdings>::new();
+    /// Takes the cheapest of its allocations that give so many bytes by GPU, beside those that are taken, with at most `budget` bytes of contents.
+    /// Returns what they give.
+    fn take_cheapest(&self, bytes: &PerGpu, budget: &mut u64, taken: &mut BTreeMap<(ProgramId, GpuId), Holdings>) -> PerGpu {
+        let mut gives = PerGpu::new();
         for (&gpu, &bytes) in bytes {
-            let chosen = self.holdings(gpu).cheapest(bytes, *budget);
+            let mut there = self.holdings(gpu);
+            taken.iter().filter(|((_, on), _)| *on == gpu).for_each(|(_, gone)| there.remove_all(gone));
+            let chosen = there.cheapest(bytes, *budget);
             *budget -= chosen.contents();
+            gives.insert(gpu, chosen.bytes());
             for (class, size, mut count) in chosen.iter() {
                 for (&program, one) in &self.programs {
-                    let has = one.memory.get(&gpu).map_or(0, |memory| memory.resident.count(class, size)).min(count);
+                    let gone = taken.get(&(program, gpu)).map_or(0, |gone| gone.count(class, size));
+                    let has = one.memory.get(&gpu).map_or(0, |memory| memory.resident.count(class, size) - gone).min(count);
                     if has > 0 {
                         taken.entry((program, gpu)).or_default().add(class, size, has);
                         count -= has;
@@ -299,6 +314,6 @@ impl Gang {
                 }
             }
         }
-        taken
+        gives
     }
 }

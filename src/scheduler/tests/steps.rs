@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 use vramctl_scheduler::{
-    Action, Activity, AskId, Class, Event, GpuId, Holdings, JobId, Memory, Outcome, Policy, Priority, ProgramId, Remembered, Report,
-    Settings, State,
+    Action, Activity, AskId, Change, Class, Event, GpuId, Holdings, JobId, Memory, Outcome, Policy, Priority, ProgramId, Refusal,
+    Remembered, Report, Settings, State, Why,
 };
 
 const GIB: u64 = 1 << 30;
@@ -38,6 +38,16 @@ fn program(id: u64, resident: u64, away: u64) -> Report {
         asks: Vec::new(),
         remembered: Remembered::default(),
     }
+}
+
+/// The change among the actions.
+fn change(actions: &[Action]) -> Option<&Change> {
+    actions.iter().find_map(|action| if let Action::Change(change) = action { Some(change) } else { None })
+}
+
+/// Who leaves by it, and why.
+fn leaves(change: &Change) -> Vec<(ProgramId, Why)> {
+    change.leaving.iter().flat_map(|leave| leave.programs.iter().map(|program| (*program, leave.why))).collect()
 }
 
 /// Room that was promised to a program is free when the program dies, not only when its change has ended.
@@ -164,4 +174,73 @@ fn whoever_waits_in_vain_keeps_nobody_from_rising() {
     }
     let comes = |action: &Action| matches!(action, Action::Change(change) if change.coming == [ProgramId(4)]);
     assert!(actions.iter().any(comes), "{actions:?}");
+}
+
+/// One program of a gang gets room where the gang is. Another of them has been idle all the time, and does not say so again.
+#[test]
+fn who_is_idle_stays_so_while_its_partner_grows() {
+    let mut state = node();
+    let at = Duration::from_millis;
+    // Its work elsewhere keeps the two in place as long as they are tied.
+    let first = Report { partners: [ProgramId(2)].into(), several_nodes: true, ..program(1, 20, 0) };
+    let second = Report { partners: [ProgramId(1)].into(), ..program(2, 40, 0) };
+    for report in [first, second, program(3, 40, 0), program(4, 0, 50)] {
+        state.step(at(0), Event::Joined(Box::new(report)));
+    }
+    state.step(at(0), Event::Called(ProgramId(4)));
+    state.step(at(1), Event::Activity(ProgramId(1), Activity::Busy));
+    state.step(at(1), Event::Activity(ProgramId(2), Activity::Idle(Duration::ZERO)));
+    state.step(at(1), Event::Activity(ProgramId(3), Activity::Idle(Duration::ZERO)));
+    let asks = Event::Asks { program: ProgramId(1), ask: AskId(0), room: [(GPU, 10 * GIB)].into() };
+    let grows = state.step(at(200), asks).actions;
+    let grows = change(&grows).unwrap_or_else(|| panic!("{grows:?}"));
+    assert_eq!(leaves(grows), [(ProgramId(3), Why::Idle)]);
+    let left = vec![(ProgramId(3), program(3, 0, 40).memory, true)];
+    let granted = state.step(at(300), Event::Done { change: grows.id, outcome: Outcome::Changed, programs: left }).actions;
+    assert!(granted.contains(&Action::Grant(ProgramId(1), AskId(0))), "{granted:?}");
+    state.step(at(301), Event::Settled { program: ProgramId(1), ask: AskId(0), memory: program(1, 30, 0).memory });
+    // The turn of the two is not over.
+    let untied = state.step(at(1900), Event::Tied(ProgramId(1), BTreeSet::new()));
+    let comes = change(&untied.actions).unwrap_or_else(|| panic!("{untied:?}"));
+    assert_eq!(leaves(comes), [(ProgramId(2), Why::Idle)], "{comes:?}");
+}
+
+/// A request that never fits is refused before anybody is served: as long as it waits, its job cannot give way to the one that comes first, and others
+/// would pass that one.
+#[test]
+fn a_request_that_never_fits_lets_nobody_pass() {
+    let mut state = node();
+    let job = |id: u64, resident| Report { job: Some(JobId(id / 10)), ..program(id, resident, 0) };
+    for report in [job(10, 5), job(11, 5), job(20, 40), job(21, 40), program(3, 0, 5)] {
+        state.step(Duration::ZERO, Event::Joined(Box::new(report)));
+    }
+    let at = |ms: u64| Duration::from_millis(1000 + ms);
+    let asks = |program, gib: u64| Event::Asks { program: ProgramId(program), ask: AskId(0), room: [(GPU, gib * GIB)].into() };
+    assert_eq!(change(&state.step(at(0), asks(10, 20)).actions), None, "the others may be busy or not");
+    assert_eq!(change(&state.step(at(1), Event::Called(ProgramId(3))).actions), None, "the job comes first");
+    let refused = state.step(at(2), asks(20, 200)).actions;
+    assert_eq!(refused[..1], [Action::Refuse(ProgramId(20), AskId(0), Refusal::NeverFits)]);
+    assert_eq!(change(&refused), None, "the job still comes first");
+    let served = state.step(at(100), Event::Timer).actions;
+    let served = change(&served).unwrap_or_else(|| panic!("{served:?}"));
+    assert_eq!(leaves(served), [(ProgramId(20), Why::TurnOver), (ProgramId(21), Why::TurnOver)], "{served:?}");
+}
+
+/// The host has room for the contents of one: they are those of the GPU on which all have contents, although another comes first that has some, too.
+#[test]
+fn the_hosts_room_goes_to_the_gpu_that_cannot_do_without() {
+    let (mut state, other) = (node(), GpuId(1));
+    state.step(Duration::ZERO, Event::Gpu { gpu: other, total: 102 * GIB, unmanaged: 0 });
+    state.step(Duration::ZERO, Event::Host { room: 50 * GIB, files: 0 });
+    for (id, gpu, class, count) in [(1, GPU, Class::Kept, 4), (2, GPU, Class::Discardable, 4), (3, other, Class::Kept, 8)] {
+        let memory = Memory { resident: [(class, 10 * GIB, count)].into_iter().collect(), ..Memory::default() };
+        let report = Report { memory: [(gpu, memory)].into(), activity: Activity::Empty, ..program(id, 0, 0) };
+        state.step(Duration::ZERO, Event::Joined(Box::new(report)));
+    }
+    state.step(Duration::ZERO, Event::Joined(Box::new(program(4, 0, 0))));
+    let room = [(GPU, 60 * GIB), (other, 60 * GIB)].into();
+    let step = state.step(Duration::from_secs(1), Event::Asks { program: ProgramId(4), ask: AskId(0), room });
+    let makes_room = change(&step.actions).unwrap_or_else(|| panic!("{step:?}, {:?}", state.gangs().collect::<Vec<_>>()));
+    assert_eq!(leaves(makes_room), [(ProgramId(2), Why::Idle), (ProgramId(3), Why::Idle)]);
+    assert_eq!((makes_room.leaving[0].contents(), makes_room.leaving[1].contents()), (0, 40 * GIB));
 }
