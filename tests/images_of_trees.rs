@@ -621,6 +621,62 @@ fn files_that_have_lost_a_name_are_written_one_program_at_a_time() {
     assert!(left.into_iter().all(|name| !name.starts_with("link_remap.")) && shared_memory.names() == before);
 }
 
+/// What somebody has stopped goes on when that one says so, and not when a save has ended, however it has, or in a load.
+#[test]
+fn a_process_that_was_stopped_stays_so() {
+    let Some(images) = Images::on(machine) else { return };
+    let (mut program, memory) = start_five(&images);
+    let helper = program.number("children['helper'].pid");
+    let tell = |pid: u64, signal: i32| assert_eq!(unsafe { libc::kill(pid as i32, signal) }, 0);
+    let is_stopped = |pid: u64| fs::read_to_string(format!("/proc/{pid}/status")).unwrap().contains("State:\tT");
+    tell(helper, libc::SIGSTOP);
+    common::eventually("it is stopped", || is_stopped(helper));
+    images.vramctl(&format!("save server {} --keep", images.image("kept"))).expect(0, "5 processes", "");
+    assert!(is_stopped(helper));
+    let mut save = images.cli(&format!("save server {}", images.image("killed")));
+    assert_eq!(Ran::of(images.killing("dump-after", "command", &mut save)).code, None);
+    images.vramctl("resume server").expect(0, "", "");
+    assert!(is_stopped(helper));
+    tell(helper, libc::SIGCONT);
+    all_five_work(&mut program, memory, 1);
+    let mut loaded = images.load("kept", "loaded");
+    says(&mut loaded, "devices()", "2");
+    let status = images.vramctl("status loaded --json").expect(0, "", "").json();
+    let engine = status["processes"][0]["pid"].as_u64().unwrap();
+    let parent = |pid: u64| proc_field(pid, "PPid:");
+    let folders = fs::read_dir("/proc").unwrap().flatten();
+    let pids = folders.filter_map(|entry| entry.file_name().to_str()?.parse::<u64>().ok());
+    let stopped: Vec<_> =
+        pids.filter(|pid| parent(*pid) == parent(engine) && proc_field(*pid, "State:").is_some_and(|state| state == "T")).collect();
+    assert_eq!(stopped.len(), 1, "{stopped:?}");
+    tell(stopped[0], libc::SIGCONT);
+    all_five_work(&mut loaded, memory, 1);
+    loaded.end();
+}
+
+/// The first word of a line in `/proc/PID/status`.
+fn proc_field(pid: u64, name: &str) -> Option<String> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix(name))?.split_whitespace().next().map(str::to_owned)
+}
+
+/// Processes that come and go while a program is looked at are in nobody's way. There is an image, or at every attempt one had come or gone.
+#[test]
+fn a_program_that_starts_processes_all_the_time_is_saved_or_goes_on() {
+    let Some(images) = Images::on(machine) else { return };
+    let (mut program, memory) = start_five(&images);
+    let start = "kept.__setitem__('goes', True) or threading.Thread(target=lambda: \
+                 [subprocess.run(['true']) and __import__('time').sleep(0.01) for _ in iter(lambda: kept['goes'], False)]).start()";
+    says(&mut program, start, "None");
+    let saved = images.vramctl(&format!("save server {} --keep", images.image("image")));
+    if saved.code != Some(0) {
+        saved.expect(5, "", "at every attempt, a process had just started or ended").expect(5, "", "The program goes on");
+    }
+    says(&mut program, "keep('goes', False)", "kept");
+    all_five_work(&mut program, memory, 1);
+    program.end();
+}
+
 /// The first of several free ports, one after the other: of another range for each process, and below those that the system gives to whoever asks for
 /// any port or connects, as others do before these are bound.
 fn free_ports(count: u16) -> u16 {

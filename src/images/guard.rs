@@ -20,6 +20,7 @@ pub struct Guard {
 
 /// What it is told: a word, and a process id.
 const STOPS: &str = "stops";
+const STAYS: &str = "stays";
 const LOCKS: &str = "locks";
 
 impl Guard {
@@ -37,6 +38,11 @@ impl Guard {
     /// [`held_open`](Self::held_open).
     pub fn watch(&mut self, pids: &[u32]) -> io::Result<()> {
         pids.iter().try_for_each(|pid| writeln!(self.tell, "{STOPS} {pid}"))
+    }
+
+    /// This process stays stopped then.
+    pub fn leave_stopped(&mut self, pid: u32) -> io::Result<()> {
+        writeln!(self.tell, "{STAYS} {pid}")
     }
 
     /// From now on, the driver restores and unlocks this process then, which no `vramctl resume` reaches.
@@ -60,15 +66,16 @@ impl Drop for Guard {
 
 /// What the process does: reads whom to continue, and does so when nobody can tell it any more.
 pub fn run() {
-    let (mut stopped, mut bare) = (BTreeSet::new(), BTreeSet::new());
+    let (mut stopped, mut stays, mut bare) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
     for line in io::stdin().lines().map_while(Result::ok) {
         match line.split_once(' ').and_then(|(word, pid)| Some((word, pid.parse::<u32>().ok()?))) {
             Some((STOPS, pid)) => _ = stopped.insert(pid),
+            Some((STAYS, pid)) => _ = stays.insert(pid),
             Some((LOCKS, pid)) => _ = bare.insert(pid),
             _ => (),
         }
     }
-    go_on(&stopped.into_iter().collect::<Vec<_>>());
+    go_on(&stopped.into_iter().collect::<Vec<_>>(), &stays);
     if bare.is_empty() {
         return;
     }
@@ -79,12 +86,13 @@ pub fn run() {
     }
 }
 
-/// Removes what CRIU has left of processes and all that came of them, and continues them. Those whose parent has ended are nobody's descendants any more, so each is named.
-pub fn go_on(known: &[u32]) {
+/// Removes what CRIU has left of processes and all that came of them, and continues those that do not `stay`. Those whose parent has ended are
+/// nobody's descendants any more, so each is named.
+pub fn go_on(known: &[u32], stay: &BTreeSet<u32>) {
     let pids = tree::with_descendants(known);
     shared::unlink_what_is_left(&pids);
     pids.iter().copied().for_each(repair::end);
-    for pid in pids {
+    for pid in pids.into_iter().filter(|pid| !stay.contains(pid)) {
         // SAFETY: touches no memory.
         unsafe { libc::kill(pid.cast_signed(), libc::SIGCONT) };
     }

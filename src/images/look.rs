@@ -95,7 +95,7 @@ impl Open {
 /// Looks at processes that are saved together, the first one first. `with_driver`: they may have files of the driver open, as before their checkpoint.
 pub fn look(pids: &[u32], with_driver: bool) -> io::Result<Look> {
     let mut look = Look::default();
-    let of_all = pids.iter().map(|pid| Ok((*pid, open_files(*pid)?))).collect::<io::Result<Vec<_>>>()?;
+    let of_all = pids.iter().map(|pid| Ok((*pid, unless_ended(*pid, open_files(*pid))?))).collect::<io::Result<Vec<_>>>()?;
     let inside = pipes_inside(of_all.iter().flat_map(|(_, files)| files));
     let is_inside = |file: &Open| numbered(&file.text, "pipe").is_some_and(|inode| inside.contains(&inode));
     for file in of_all.first().into_iter().flat_map(|(_, files)| files).filter(|file| !is_inside(file)) {
@@ -109,7 +109,7 @@ pub fn look(pids: &[u32], with_driver: bool) -> io::Result<Look> {
         let who = if pids.len() == 1 { String::new() } else { format!("{}: ", named(*pid)) };
         let own: Vec<_> = files.iter().filter(|file| !stream_of(file).is_some_and(|stream| replaced.contains(&stream.name))).collect();
         let plain = own.iter().filter_map(|file| Some((PathBuf::from(&file.text), file.metadata.clone()?, file.policy())));
-        look.files.extend(surroundings::files(*pid, plain)?);
+        look.files.extend(unless_ended(*pid, surroundings::files(*pid, plain))?);
         look.replaced
             .extend(files.iter().map(|file| (*pid, file.number)).filter(|(_, number)| own.iter().all(|file| file.number != *number)));
         for file in own {
@@ -119,7 +119,7 @@ pub fn look(pids: &[u32], with_driver: bool) -> io::Result<Look> {
         }
         let sockets: BTreeSet<u64> = files.iter().filter_map(|file| numbered(&file.text, "socket")).collect();
         connections.extend(connections_of(*pid, &sockets));
-        if session(&fs::read_to_string(format!("/proc/{pid}/stat"))?) == Some(0) {
+        if session(&unless_ended(*pid, fs::read_to_string(format!("/proc/{pid}/stat")))?) == Some(0) {
             let why = "a session whose leader is outside of this container, where CRIU cannot see it: start the program with `vramctl run --image`, or with setsid";
             look.obstacles.push(format!("{who}{why}"));
         }
@@ -135,6 +135,11 @@ pub fn look(pids: &[u32], with_driver: bool) -> io::Result<Look> {
     // One that several processes have inherited.
     look.outside.dedup_by_key(|connection| connection.inode);
     Ok(look)
+}
+
+/// What has been read of a process. One that has ended meanwhile has nothing.
+fn unless_ended<T: Default>(pid: u32, read: io::Result<T>) -> io::Result<T> {
+    read.or_else(|error| if proc::has_ended(pid) { Ok(T::default()) } else { Err(error) })
 }
 
 /// The pipes of which both ends are among these.
@@ -368,6 +373,13 @@ mod tests {
         assert!(is_outside());
         drop(own);
         assert_eq!(address("0100007F:1F90"), "127.0.0.1:8080");
+    }
+
+    #[test]
+    fn a_process_that_has_ended_is_in_nobodys_way() {
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
+        ended.wait().unwrap();
+        assert!(look(&[ended.id()], false).unwrap().obstacles.is_empty());
     }
 
     #[test]

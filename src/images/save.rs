@@ -111,7 +111,7 @@ impl Save {
             _ => tree::root_of(&seen)?,
         };
         let directory = chosen.found.directory(chosen.pids().first().copied().unwrap_or_default())?;
-        let tree = Tree::of(root, &listening(&directory));
+        let mut tree = Tree::of(root, &listening(&directory));
         let mut checkpoint = whole(operation, &tree, chosen)?;
         if let Some(member) = checkpoint.members.iter().find(|member| member.process.suspended().is_some()) {
             return Err(cannot(&format!("{} is suspended; resume it first", member.process)));
@@ -119,10 +119,8 @@ impl Save {
         let request = pause.request(deadline);
         checkpoint.check_restorable(&request, reporter).map_err(|failure| failure.adding(". Nothing has changed"))?;
         let program = named(&checkpoint, &tree);
-        let look = look::look(&tree.pids(), true).map_err(|error| cannot(&format!("{program} cannot be looked at: {error}")))?;
-        let cards = driver::cards().unwrap_or_default();
-        let holders: Vec<_> = cards.iter().flat_map(|card| driver::holders_of(&card.uuid)).collect();
-        let obstacles = [tree.obstacles(&holders), look.obstacles].concat();
+        let looked = look_at(&mut tree, &directory);
+        let (look, obstacles) = looked.map_err(|error| cannot(&format!("{program} cannot be looked at: {error}")))?;
         if !obstacles.is_empty() {
             return Err(cannot(&format!("{program} cannot be saved: {}", obstacles.join("; "))));
         }
@@ -155,6 +153,7 @@ impl Save {
             guard,
             stages: Vec::new(),
             links: Vec::new(),
+            stay: BTreeSet::new(),
             is_stopped: false,
             is_off: false,
             is_paused: false,
@@ -172,6 +171,30 @@ impl Save {
             }
         }
     }
+}
+
+/// What has been seen of a program, and what is in the way. If there is something, all of the program is looked at once more: it may have been of a process
+/// that has just begun, or has ended since.
+fn look_at(tree: &mut Tree, directory: &Directory) -> io::Result<(Look, Vec<String>)> {
+    /// How often, if it starts processes all the time.
+    const TRIES: usize = 10;
+    let cards = driver::cards().unwrap_or_default();
+    for _ in 1..TRIES {
+        let (look, obstacles) = all_in_the_way(tree, &cards)?;
+        let now = Tree::of(tree.root(), &listening(directory));
+        if obstacles.is_empty() || now == *tree {
+            return Ok((look, obstacles));
+        }
+        *tree = now;
+    }
+    all_in_the_way(tree, &cards)
+}
+
+fn all_in_the_way(tree: &Tree, cards: &[driver::Card]) -> io::Result<(Look, Vec<String>)> {
+    let look = look::look(&tree.pids(), true)?;
+    let holders: Vec<_> = cards.iter().flat_map(|card| driver::holders_of(&card.uuid)).collect();
+    let obstacles = [tree.obstacles(&holders), look.obstacles.clone()].concat();
+    Ok((look, obstacles))
 }
 
 /// The processes that have memory of the library's.
@@ -234,6 +257,8 @@ struct Run<'a> {
     stages: Vec<(&'static str, Duration)>,
     /// The names that CRIU has given.
     links: Vec<Link>,
+    /// Those that somebody else had stopped.
+    stay: BTreeSet<u32>,
     /// CRIU has, or may have, stopped it.
     is_stopped: bool,
     /// It is, or may be, off its GPUs.
@@ -263,7 +288,7 @@ impl Run<'_> {
     }
 
     fn save(&mut self, reporter: &dyn Reporter) -> Result<Saved, CommandError> {
-        self.guard.watch(&[self.root()]).map_err(not_watched)?;
+        self.watch()?;
         self.is_paused = true;
         let request = self.save.request.clone();
         self.timed("pause", |run| run.save.checkpoint.pause(&request, None, reporter).map(drop))?;
@@ -380,6 +405,14 @@ impl Run<'_> {
         Err(CommandError::new(Exit::Busy, "the library has not closed its socket"))
     }
 
+    /// From now on, all of them go on whatever becomes of this command.
+    fn watch(&mut self) -> Result<(), CommandError> {
+        let pids = self.save.tree.pids();
+        self.stay = pids.iter().copied().filter(|pid| tree::is_stopped(*pid)).collect();
+        self.stay.iter().try_for_each(|pid| self.guard.leave_stopped(*pid)).map_err(not_watched)?;
+        self.guard.watch(&pids).map_err(not_watched)
+    }
+
     /// Looks at the processes again, now that neither the driver's files nor the library's should be open.
     fn look(&self) -> Result<Look, CommandError> {
         let look = look::look(&self.save.tree.pids(), false).map_err(|error| cannot(&error.to_string()))?;
@@ -417,8 +450,12 @@ impl Run<'_> {
         let images = self.saving()?.criu_path();
         for _ in 0..TRIES {
             self.save.tree = self.tree_now();
-            let look = self.look()?;
-            self.guard.watch(&self.save.tree.pids()).map_err(not_watched)?;
+            let look = match self.look() {
+                // What is in the way may have been of one that has ended, or has just begun.
+                Err(_) if self.tree_now() != self.save.tree => continue,
+                look => look?,
+            };
+            self.watch()?;
             self.is_stopped = true;
             shared::unlink_what_is_left(&self.save.tree.pids().into_iter().collect());
             self.dump_to(&images, &look)?;
@@ -592,7 +629,7 @@ impl Run<'_> {
 
     fn go_on(&mut self) {
         self.unlink();
-        guard::go_on(&self.save.tree.pids());
+        guard::go_on(&self.save.tree.pids(), &self.stay);
         self.is_stopped = false;
     }
 

@@ -102,6 +102,12 @@ impl Tree {
     }
 }
 
+/// Whether somebody has stopped it.
+pub fn is_stopped(pid: u32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    status.lines().any(|line| line.starts_with("State:\tT"))
+}
+
 /// A process, for messages.
 pub fn named(pid: u32) -> String {
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
