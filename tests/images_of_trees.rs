@@ -138,6 +138,8 @@ fn start_five(images: &Images) -> (Program, u64) {
     says(&mut program, &connect, "None");
     says(&mut program, "keep('link', kept['listener'].accept()[0])", "kept");
     says(&mut program, "kept['link'].send(b'before')", "6");
+    // Another one of it may run here.
+    says(&mut program, "kept['listener'].close()", "None");
     (program, memory)
 }
 
@@ -675,6 +677,45 @@ fn a_program_that_starts_processes_all_the_time_is_saved_or_goes_on() {
     says(&mut program, "keep('goes', False)", "kept");
     all_five_work(&mut program, memory, 1);
     program.end();
+}
+
+/// What would be in the way of a program is told before anything is started: its name, the address at which it listens, and room on each GPU.
+#[test]
+fn a_load_says_first_what_is_in_the_way_of_a_server() {
+    let Some(images) = Images::on(machine) else { return };
+    let mut program = images.program("server");
+    says(&mut program, "keep('cudart', ctypes.CDLL('libcudart.so.13'))", "kept");
+    says(&mut program, "keep('memory', ctypes.c_void_p())", "kept");
+    for (device, mib) in [(0, 4), (1, 64)] {
+        let allocate = format!("kept['cudart'].cudaMalloc(ctypes.byref(kept['memory']), ctypes.c_size_t({mib} << 20))");
+        says(&mut program, &format!("kept['cudart'].cudaSetDevice({device}) or {allocate}"), "0");
+    }
+    let port = program.number("keep('listener', socket.create_server(('127.0.0.1', 0))) and kept['listener'].getsockname()[1]");
+    images.vramctl(&format!("save server {} --keep", images.image("image"))).expect(0, "saved", "");
+    let load = |more: &str| images.cli(&format!("load {}{more}", images.image("image")));
+    let listens = format!("the program listens at 127.0.0.1:{port}");
+    let dry = Ran::of(&mut load(" --dry-run")).expect(1, "", &listens);
+    assert!(dry.err.contains("is called server"), "{dry:?}");
+    Ran::of(&mut load("")).expect(1, "", "is called server");
+    Ran::of(&mut load(" --name other")).expect(1, "", &listens);
+    let new = free_ports(1);
+    Ran::of(&mut load(&format!(" --name other --dry-run --port {port}={new}"))).expect(0, "can be loaded", "");
+    program.end();
+    let hog = images.machine.hog(1, 512 - 40);
+    let short = Ran::of(&mut load(" --dry-run"));
+    assert!(short.code != Some(0) && short.err.contains("too little memory on GPU 1"), "{short:?}");
+    drop(hog);
+    Ran::of(&mut load(" --dry-run")).expect(0, "can be loaded", "");
+    // Of two at once, one is first.
+    let mut first = load("");
+    let (held, command) = images.holding("restore-before", &mut first);
+    let mut loaded = Program::spawn(command);
+    held.is_reached();
+    Ran::of(&mut load("")).expect(5, "", "loads a program of the name server");
+    held.go();
+    says(&mut loaded, "kept['cudart'].cudaMemset(kept['memory'], 1, ctypes.c_size_t(4096))", "0");
+    loaded.end();
+    images.nothing_is_left("a server");
 }
 
 /// The first of several free ports, one after the other: of another range for each process, and below those that the system gives to whoever asks for

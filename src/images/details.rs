@@ -34,6 +34,9 @@ pub struct Details {
     pub sockets: PathBuf,
     /// The GPUs that it sees, and the memory that the driver's restore needs there.
     pub gpus: Vec<GpuUse>,
+    /// The memory that the contents need on each GPU.
+    #[serde(default)]
+    pub contents: Vec<GpuUse>,
     /// The newest CUDA version that the driver supports.
     pub cuda: String,
     /// Whether it has TCP connections to itself.

@@ -16,7 +16,7 @@ use crate::tree::{Kind, Tree};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -30,9 +30,10 @@ use vramctl_control::discovery::Directory;
 use vramctl_coordinator::checkpoint::{room_for, short};
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
+use vramctl_coordinator::lock::FileLock;
 use vramctl_coordinator::operation::HowToPause;
 use vramctl_coordinator::plan::STAY_SUSPENDED;
-use vramctl_coordinator::processes::Target;
+use vramctl_coordinator::processes::{self, Target};
 use vramctl_coordinator::{Consent, Operation, Plan, Reporter, Scope, proc};
 use vramctl_driver as driver;
 use vramctl_model::{Bytes, Verb, checked_name};
@@ -141,16 +142,18 @@ impl Load {
     }
 
     /// What is in the way now and may not be later: memory, of which a load waits for its `--timeout`, and ports.
-    pub fn look_for_room(&self, copies: u16) -> Vec<CommandError> {
-        let contents = self.contents_bytes();
-        // Of several GPUs, each has its part of the contents; the least is what the driver's restore takes.
-        let tags = if self.details.gpus.len() == 1 { contents } else { 0 };
+    /// `copies`: that many, each with a number in its name.
+    pub fn look_for_room(&self, copies: Option<u16>) -> Vec<CommandError> {
+        let (are_numbered, copies) = (copies.is_some(), copies.unwrap_or(1));
         let cards = driver::cards().unwrap_or_default();
         let short = self.details.gpus.iter().filter_map(|gpu| {
-            let needed = (room_for(gpu.bytes) + tags) * u64::from(copies);
+            let contents: u64 = self.details.contents.iter().filter(|of| of.uuid == gpu.uuid).map(|of| of.bytes).sum();
+            let needed = (room_for(gpu.bytes) + contents) * u64::from(copies);
             let card = cards.iter().find(|card| card.uuid == gpu.uuid && card.free < needed)?;
             Some(short(card, needed))
         });
+        let names = (1..=copies).map(|number| if are_numbered { format!("{}-{number}", self.name) } else { self.name.clone() });
+        let names_taken = names.filter_map(|name| name_taken(&name));
         let taken =
             (0..copies).flat_map(|further| self.ports.iter().flatten().map(move |port| port.further(further))).filter_map(
                 |port| match port {
@@ -158,7 +161,22 @@ impl Load {
                     None => Some(CommandError::new(Exit::Usage, "there are not so many ports")),
                 },
             );
-        short.chain(taken).collect()
+        short.chain(names_taken).chain(self.listeners_taken()).chain(taken).collect()
+    }
+
+    /// Addresses at which the program would listen in this network, and where others do.
+    fn listeners_taken(&self) -> Vec<CommandError> {
+        if self.ports.is_some() {
+            return Vec::new();
+        }
+        let all: BTreeSet<_> = self.image.manifest().listeners.iter().filter_map(|one| one.address.parse::<SocketAddr>().ok()).collect();
+        let taken = |address: SocketAddr| {
+            let error = TcpListener::bind(address).err()?;
+            let port = address.port();
+            let way = format!("end who listens there, or give it a network of its own (--port {port}=NEW)");
+            Some(CommandError::new(Exit::Failed, format!("the program listens at {address}: {error}; {way}. Nothing was started")))
+        };
+        all.into_iter().filter_map(taken).collect()
     }
 
     fn contents_bytes(&self) -> u64 {
@@ -208,6 +226,13 @@ impl Load {
     pub fn run(self, reporter: &dyn Reporter) -> Result<Loaded, CommandError> {
         let mut stages = Vec::new();
         let begun = Instant::now();
+        // Of two loads at once, one is first.
+        let lock = FileLock::take(&format!("load-{}.lock", self.name.replace('/', "_")), Duration::ZERO).map_err(|others| {
+            CommandError::new(Exit::Busy, format!("{} loads a program of the name {}. Nothing was started", others.who(), self.name))
+        })?;
+        if let Some(taken) = name_taken(&self.name).into_iter().chain(self.listeners_taken()).next() {
+            return Err(taken);
+        }
         let (mut first, mut report, mut decision) = self.start()?;
         let interruptible = Interruptible::begin().map_err(refused("watch", Path::new("signals")))?;
         let mut text = Vec::new();
@@ -217,7 +242,7 @@ impl Load {
         let brought = self.bring_back(&text, &first, reporter);
         let brought = brought.and_then(|pid| self.agreement.map_or(Ok(()), Agreement::reach).map(|()| pid));
         // From now on, signals are the program's.
-        drop(interruptible);
+        drop((interruptible, lock));
         if brought.is_ok() {
             // If nobody reads it, the program has ended by itself meanwhile.
             let _ = decision.write_all(&[1]);
@@ -400,6 +425,15 @@ fn in_surroundings(manifest: &Manifest, details: &Details) -> Vec<CommandError> 
     }
     let refused = |why| CommandError::new(Exit::Failed, format!("the program cannot go on here: {why}. Nothing was started"));
     found.into_iter().map(refused).collect()
+}
+
+/// Why no program can be called so now.
+fn name_taken(name: &str) -> Option<CommandError> {
+    let directory = Directory::open().ok().flatten()?;
+    let listening = processes::ask(&directory, &directory.processes().ok()?).into_iter().map(|process| (process.pid, process.name));
+    let absent = directory.absent().into_iter().map(|absent| (absent.pid, absent.name));
+    let (pid, _) = listening.chain(absent).find(|(_, its)| its.as_deref() == Some(name))?;
+    Some(CommandError::new(Exit::Failed, format!("process {pid} is called {name}; give it another name (--name). Nothing was started")))
 }
 
 fn listen(port: &Port) -> Result<TcpListener, CommandError> {

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::mem::MaybeUninit;
+use std::net::{IpAddr, SocketAddr};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -24,6 +25,8 @@ pub struct Look {
     pub has_connections: bool,
     /// Those to outside.
     pub outside: Vec<Outside>,
+    /// The addresses at which it listens, each with its process.
+    pub listeners: BTreeSet<(u32, SocketAddr)>,
     /// The files that it goes on with.
     pub files: Vec<OpenFile>,
     /// The locks on them.
@@ -119,6 +122,7 @@ pub fn look(pids: &[u32], with_driver: bool) -> io::Result<Look> {
         }
         let sockets: BTreeSet<u64> = files.iter().filter_map(|file| numbered(&file.text, "socket")).collect();
         connections.extend(connections_of(*pid, &sockets));
+        look.listeners.extend(listeners_of(*pid, &sockets).into_iter().map(|address| (*pid, address)));
         if session(&unless_ended(*pid, fs::read_to_string(format!("/proc/{pid}/stat")))?) == Some(0) {
             let why = "a session whose leader is outside of this container, where CRIU cannot see it: start the program with `vramctl run --image`, or with setsid";
             look.obstacles.push(format!("{who}{why}"));
@@ -290,24 +294,36 @@ fn other_end(pids: &[u32], inode: u64) -> Option<String> {
         .next()
 }
 
-/// The connections of these sockets of a process.
-fn connections_of(pid: u32, sockets: &BTreeSet<u64>) -> Vec<Connection> {
-    const LISTENING: &str = "0A";
-    /// For UDP, a socket without another side.
-    const CLOSED: &str = "07";
+/// What the kernel's tables have of these sockets of a process: inode, address here, address there, and state.
+fn sockets_in(tables: &[&str], pid: u32, sockets: &BTreeSet<u64>) -> Vec<(u64, [String; 3])> {
     let mut found = Vec::new();
-    for table in ["tcp", "tcp6", "udp", "udp6"] {
+    for table in tables {
         let text = fs::read_to_string(format!("/proc/{pid}/net/{table}")).unwrap_or_default();
         for line in text.lines().skip(1) {
             let fields: Vec<_> = line.split_whitespace().collect();
             let [_, own, other, state, ..] = fields[..] else { continue };
             let inode = fields.get(9).and_then(|inode| inode.parse().ok()).filter(|inode| sockets.contains(inode));
-            if let Some(inode) = inode.filter(|_| ![LISTENING, CLOSED].contains(&state)) {
-                found.push(Connection { pid, inode, own: own.to_owned(), other: other.to_owned() });
-            }
+            found.extend(inode.map(|inode| (inode, [own, other, state].map(str::to_owned))));
         }
     }
     found
+}
+
+const LISTENING: &str = "0A";
+
+/// The connections of these sockets of a process.
+fn connections_of(pid: u32, sockets: &BTreeSet<u64>) -> Vec<Connection> {
+    /// For UDP, a socket without another side.
+    const CLOSED: &str = "07";
+    let all = sockets_in(&["tcp", "tcp6", "udp", "udp6"], pid, sockets).into_iter();
+    let connected = all.filter(|(_, [_, _, state])| ![LISTENING, CLOSED].contains(&state.as_str()));
+    connected.map(|(inode, [own, other, _])| Connection { pid, inode, own, other }).collect()
+}
+
+/// The addresses at which these sockets of a process listen.
+fn listeners_of(pid: u32, sockets: &BTreeSet<u64>) -> Vec<SocketAddr> {
+    let all = sockets_in(&["tcp", "tcp6"], pid, sockets).into_iter();
+    all.filter(|(_, [_, _, state])| state == LISTENING).filter_map(|(_, [own, ..])| socket_address(&own)).collect()
 }
 
 /// Whose a process is, and what it may do.
@@ -325,12 +341,18 @@ pub fn credentials(pid: u32) -> Process {
 
 /// An address of the kernel's tables, to read.
 fn address(text: &str) -> String {
-    let Some((host, port)) = text.split_once(':') else { return text.to_owned() };
-    let port = u16::from_str_radix(port, 16).unwrap_or_default();
-    match u32::from_str_radix(host, 16) {
-        Ok(host) if text.len() == 13 => format!("{}:{port}", std::net::Ipv4Addr::from(host.to_ne_bytes())),
-        _ => format!("port {port}"),
-    }
+    socket_address(text).map_or_else(|| text.to_owned(), |address| address.to_string())
+}
+
+/// The same: words of 32 bits as this machine writes them, and a port.
+fn socket_address(text: &str) -> Option<SocketAddr> {
+    let (host, port) = text.split_once(':')?;
+    let port = u16::from_str_radix(port, 16).ok()?;
+    let words = host.as_bytes().chunks(8).map(|word| u32::from_str_radix(str::from_utf8(word).ok()?, 16).ok());
+    let bytes = words.map(|word| word.map(u32::to_ne_bytes)).collect::<Option<Vec<_>>>()?.concat();
+    let host = <[u8; 4]>::try_from(&bytes[..]).map(IpAddr::from);
+    let host = host.or_else(|_| <[u8; 16]>::try_from(&bytes[..]).map(IpAddr::from)).ok()?;
+    Some(SocketAddr::new(host, port))
 }
 
 /// The plain files that a process has open or mapped, by the names that `/proc` has for them: one that was removed ends in ` (deleted)`.
@@ -373,6 +395,8 @@ mod tests {
         assert!(is_outside());
         drop(own);
         assert_eq!(address("0100007F:1F90"), "127.0.0.1:8080");
+        assert_eq!(address("00000000000000000000000001000000:1F90"), "[::1]:8080");
+        assert!(look(&[pid], true).unwrap().listeners.contains(&(pid, listener.local_addr().unwrap())));
     }
 
     #[test]

@@ -27,6 +27,7 @@ use crate::{namespace, surroundings};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Seek};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -45,8 +46,8 @@ use vramctl_coordinator::{Operation, Reporter, proc};
 use vramctl_driver::{self as driver, checkpoint::GpuMap};
 use vramctl_model::{Bytes, GpuUse, PauseRequest};
 use vramctl_store::{
-    Allocation, Connection, Contents, FilePolicy, Gpu, Manifest, OpenFile, PackId, Piece, Process, Remap, Saving, Source, Store, Stream,
-    Versions,
+    Allocation, Connection, Contents, FilePolicy, Gpu, Listener, Manifest, OpenFile, PackId, Piece, Process, Remap, Saving, Source, Store,
+    Stream, Versions,
 };
 
 /// How long the process may take to close its socket, or to have it again.
@@ -576,6 +577,7 @@ impl Run<'_> {
         };
         let connection =
             |one: &look::Outside| Ok(Connection { process: pid_there(one.pid)?, local: one.local.clone(), remote: one.remote.clone() });
+        let listener = |(pid, address): &(u32, SocketAddr)| Ok(Listener { process: pid_there(*pid)?, address: address.to_string() });
         let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         let streams = look
             .streams
@@ -595,6 +597,7 @@ impl Run<'_> {
             page_size: 4096,
             gpus: needed.keys().map(gpu).collect(),
             processes: self.save.tree.nodes().iter().map(process).collect::<Result<_, CommandError>>()?,
+            listeners: look.listeners.iter().map(listener).collect::<Result<_, CommandError>>()?,
             connections: look.outside.iter().map(connection).collect::<Result<_, CommandError>>()?,
             streams: streams.collect(),
             // The library looks for its lock now and then.
@@ -606,12 +609,28 @@ impl Run<'_> {
             program: first.map(|hello| hello.program).unwrap_or_default(),
             sockets: self.save.directory.path().to_owned(),
             gpus: needed.into_iter().map(|(uuid, bytes)| GpuUse { uuid, bytes }).collect(),
+            contents: self.contents_by_gpu(),
             cuda: driver::cuda_version().map(|version| version.to_string()).unwrap_or_default(),
             has_connections: look.has_connections,
             locks: look.locks.iter().filter(|lock| !lock.path.starts_with(self.save.directory.path())).cloned().collect(),
         }
         .put(&mut manifest);
         Ok(manifest)
+    }
+
+    /// The bytes that the allocations with contents need on each GPU.
+    fn contents_by_gpu(&self) -> Vec<GpuUse> {
+        let mut found = BTreeMap::<String, u64>::new();
+        for (part, member) in self.parts.iter().zip(&self.save.checkpoint.members) {
+            let devices = member.process.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
+            for of in self.contents.iter().map(|contents| &contents.of).filter(|of| of.process == part.there) {
+                let device = devices.iter().find(|device| device.device.cast_unsigned() == of.gpu);
+                if let Some(uuid) = device.and_then(|device| device.uuid.clone()) {
+                    *found.entry(uuid).or_default() += of.bytes;
+                }
+            }
+        }
+        found.into_iter().map(|(uuid, bytes)| GpuUse { uuid, bytes }).collect()
     }
 
     /// Ends the program, which goes on from the image. All of it is stopped, so nothing new comes of it. Children go first: the kernel continues those

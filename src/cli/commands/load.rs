@@ -67,8 +67,9 @@ impl Args {
     fn look(&self) -> Result<Exit, CommandError> {
         let ui = Ui::new(false, true);
         let (load, mut obstacles) = Load::look(&self.image, self.name.as_deref(), Streams::default(), None, &ui);
-        let load = load.map(|load| if self.port.is_empty() { load } else { load.with_own_network(self.port.clone()) });
-        obstacles.extend(load.iter().flat_map(|load| load.look_for_room(self.copies.unwrap_or(1))));
+        let load =
+            load.map(|load| if self.port.is_empty() && self.copies.is_none() { load } else { load.with_own_network(self.port.clone()) });
+        obstacles.extend(load.iter().flat_map(|load| load.look_for_room(self.copies)));
         for obstacle in &obstacles {
             output::complain("error", &obstacle.to_string());
         }
