@@ -18,6 +18,8 @@ use vramctl_scheduler::{ProgramId, Settings};
 pub struct Member {
     /// The scheduler's number for it.
     pub program: ProgramId,
+    /// The name that people gave it.
+    pub name: String,
     /// What it said last.
     pub state: MemberState,
     /// Whether somebody else than the scheduler holds it, as of the last look.

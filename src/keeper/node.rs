@@ -238,11 +238,12 @@ impl Node {
             asks,
             remembered: memo.remembered,
         };
+        let name = status.process.name.clone();
         self.programs.insert(program, pid);
         let mut line = line;
         line.order(Order::Beat);
         line.order(Order::AskFirst { gpus: self.asks_first.iter().cloned().collect() });
-        self.members.insert(pid, Member { program, state, paused, settings, partners: BTreeSet::new(), memo: None, line });
+        self.members.insert(pid, Member { program, name, state, paused, settings, partners: BTreeSet::new(), memo: None, line });
         self.learn_of_gpus();
         self.step(Event::Joined(Box::new(report)));
         self.learn_of_members();
@@ -598,9 +599,8 @@ impl Node {
     // What people see.
 
     fn name(&self, program: ProgramId) -> String {
-        let pid = self.programs.get(&program);
-        let status = pid.and_then(|pid| self.statuses.get(pid));
-        status.map_or_else(|| format!("{pid:?}"), |status| status.process.name.clone())
+        let member = self.programs.get(&program).and_then(|pid| self.members.get(pid));
+        member.map_or_else(|| "one that has ended".to_owned(), |member| member.name.clone())
     }
 
     fn view(&mut self) -> View {
@@ -614,7 +614,7 @@ impl Node {
             let (resident, away) = devices.iter().fold((0, 0), |(here, away), one| (here + one.active_bytes, away + one.away_bytes));
             Some(MemberView {
                 pid,
-                name: self.name(member.program),
+                name: member.name.clone(),
                 priority: member.state.priority.to_string(),
                 place: if away == 0 {
                     "in place"

@@ -5,6 +5,8 @@ use crate::common::{cases, eventually, programs};
 use crate::swap::SmallHost;
 use serde_json::{Value, json};
 use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -344,6 +346,22 @@ fn a_new_scheduler_knows_what_the_last_one_has_left() {
     };
     eventually("the idle one is left alone", || why().is_some_and(|why| why == "nobody can give way"));
     engine.verify();
+}
+
+/// A member that has no connection to spare for the scheduler's question is still known by its name.
+#[test]
+fn a_member_that_does_not_answer_keeps_its_name() {
+    let machine = crowded();
+    let engine = Program::ready(&mut sharing(&machine, "a", 72, &[]));
+    let name = || view(&machine)["members"][0]["name"].clone();
+    eventually("it is a member", || name() == "a");
+    let socket = machine.socket(engine.pid());
+    let others: Vec<_> = (0..16).map(|_| UnixStream::connect(&socket).unwrap()).collect();
+    let mut refused = String::new();
+    BufReader::new(UnixStream::connect(&socket).unwrap()).read_line(&mut refused).unwrap();
+    assert!(refused.contains("\"busy\""), "{refused}");
+    assert_eq!(name(), "a");
+    drop(others);
 }
 
 /// Each run leaves one, and nothing of it stays.
