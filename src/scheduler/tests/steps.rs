@@ -1,14 +1,15 @@
 //! Single steps that no property of the simulation tells apart.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use vramctl_scheduler::{
-    Action, Activity, AskId, Change, Class, Event, GpuId, Holdings, JobId, Memory, Outcome, Policy, Priority, ProgramId, Refusal,
-    Remembered, Report, Settings, State, Why,
+    Action, Activity, AskId, Cause, Change, Class, Event, GangId, GpuId, Holdings, JobId, Memory, Outcome, Policy, Priority, ProgramId,
+    Refusal, Remembered, Report, Settings, State, Why,
 };
 
 const GIB: u64 = 1 << 30;
 const GPU: GpuId = GpuId(0);
+const OTHER: GpuId = GpuId(1);
 
 /// A GPU of 102 GiB, of which 100 are for programs.
 fn node() -> State {
@@ -17,6 +18,29 @@ fn node() -> State {
     state.step(Duration::ZERO, Event::Host { room: 1000 * GIB, files: 0 });
     state.step(Duration::ZERO, Event::Ready);
     state
+}
+
+/// A second GPU of the same size.
+fn with_other_gpu(mut state: State) -> State {
+    state.step(Duration::ZERO, Event::Gpu { gpu: OTHER, total: 102 * GIB, unmanaged: 0 });
+    state
+}
+
+/// In its turn for so many seconds more.
+fn in_turn(seconds: u64, report: Report) -> Report {
+    let turn = (Duration::ZERO, Duration::from_secs(seconds), Priority::Normal);
+    Report { remembered: Remembered { turn, ..Remembered::default() }, ..report }
+}
+
+fn join(state: &mut State, reports: impl IntoIterator<Item = Report>) {
+    for report in reports {
+        state.step(Duration::ZERO, Event::Joined(Box::new(report)));
+    }
+}
+
+fn asks(program: u64, room: &[(GpuId, u64)]) -> Event {
+    let room = room.iter().map(|&(gpu, gib)| (gpu, gib * GIB)).collect();
+    Event::Asks { program: ProgramId(program), ask: AskId(0), room }
 }
 
 /// A program with GiB on the GPU and away from it.
@@ -229,18 +253,172 @@ fn a_request_that_never_fits_lets_nobody_pass() {
 /// The host has room for the contents of one: they are those of the GPU on which all have contents, although another comes first that has some, too.
 #[test]
 fn the_hosts_room_goes_to_the_gpu_that_cannot_do_without() {
-    let (mut state, other) = (node(), GpuId(1));
-    state.step(Duration::ZERO, Event::Gpu { gpu: other, total: 102 * GIB, unmanaged: 0 });
+    let mut state = with_other_gpu(node());
     state.step(Duration::ZERO, Event::Host { room: 50 * GIB, files: 0 });
-    for (id, gpu, class, count) in [(1, GPU, Class::Kept, 4), (2, GPU, Class::Discardable, 4), (3, other, Class::Kept, 8)] {
+    for (id, gpu, class, count) in [(1, GPU, Class::Kept, 4), (2, GPU, Class::Discardable, 4), (3, OTHER, Class::Kept, 8)] {
         let memory = Memory { resident: [(class, 10 * GIB, count)].into_iter().collect(), ..Memory::default() };
         let report = Report { memory: [(gpu, memory)].into(), activity: Activity::Empty, ..program(id, 0, 0) };
         state.step(Duration::ZERO, Event::Joined(Box::new(report)));
     }
     state.step(Duration::ZERO, Event::Joined(Box::new(program(4, 0, 0))));
-    let room = [(GPU, 60 * GIB), (other, 60 * GIB)].into();
-    let step = state.step(Duration::from_secs(1), Event::Asks { program: ProgramId(4), ask: AskId(0), room });
+    let step = state.step(Duration::from_secs(1), asks(4, &[(GPU, 60), (OTHER, 60)]));
     let makes_room = change(&step.actions).unwrap_or_else(|| panic!("{step:?}, {:?}", state.gangs().collect::<Vec<_>>()));
     assert_eq!(leaves(makes_room), [(ProgramId(2), Why::Idle), (ProgramId(3), Why::Idle)]);
     assert_eq!((makes_room.leaving[0].contents(), makes_room.leaving[1].contents()), (0, 40 * GIB));
+}
+
+/// One that is served first waits for others on one GPU, and holds memory on another: it loses nothing there to those behind it.
+#[test]
+fn who_comes_first_does_not_give_way_to_who_comes_later() {
+    let mut state = with_other_gpu(node());
+    let mut first = program(1, 0, 40);
+    first.memory.insert(OTHER, program(1, 40, 0).memory.remove(&GPU).unwrap());
+    let second = Report { memory: BTreeMap::new(), ..program(2, 0, 0) };
+    join(&mut state, [first, second, in_turn(60, program(3, 90, 0))]);
+    assert_eq!(change(&state.step(Duration::from_secs(1), Event::Called(ProgramId(1))).actions), None, "another has its turn");
+    assert_eq!(change(&state.step(Duration::from_secs(2), asks(2, &[(OTHER, 80)])).actions), None, "the first is about to come");
+}
+
+/// One waits behind another on one GPU, and there is room for it on the other GPU: that is kept.
+#[test]
+fn the_room_of_who_waits_behind_another_is_kept() {
+    let mut state = with_other_gpu(node());
+    let last = Report { memory: BTreeMap::new(), ..program(4, 0, 0) };
+    let mut second = program(2, 0, 20);
+    second.memory.insert(OTHER, program(2, 0, 60).memory.remove(&GPU).unwrap());
+    join(&mut state, [program(1, 0, 40), second, in_turn(60, program(3, 90, 0)), last]);
+    state.step(Duration::from_secs(1), Event::Called(ProgramId(1)));
+    assert_eq!(change(&state.step(Duration::from_secs(2), Event::Called(ProgramId(2))).actions), None, "it waits behind the first");
+    let passed = state.step(Duration::from_secs(3), asks(4, &[(OTHER, 60)])).actions;
+    assert!(!passed.contains(&Action::Grant(ProgramId(4), AskId(0))), "{passed:?}");
+}
+
+/// Its turn would be of no use otherwise: of two that start together, each would lose its place to the other at each allocation.
+#[test]
+fn who_asks_for_more_in_its_turn_comes_before_older_waiters() {
+    let mut state = node();
+    let idle = Report { activity: Activity::Empty, ..program(3, 40, 0) };
+    join(&mut state, [program(1, 0, 60), in_turn(60, program(2, 50, 0)), idle]);
+    assert_eq!(change(&state.step(Duration::from_secs(1), Event::Called(ProgramId(1))).actions), None, "another has its turn");
+    let grows = state.step(Duration::from_secs(2), asks(2, &[(GPU, 20)])).actions;
+    let grows = change(&grows).unwrap_or_else(|| panic!("{grows:?}"));
+    assert_eq!((grows.cause, leaves(grows)), (Cause::Asks(GangId(2)), vec![(ProgramId(3), Why::Idle)]));
+}
+
+/// The time of one that did not drain ends without any event.
+#[test]
+fn who_waits_for_one_that_is_left_alone_is_woken_when_that_ends() {
+    let mut state = node();
+    let backoff = (Duration::from_secs(10), Duration::from_secs(20));
+    let left_alone = Report { remembered: Remembered { backoff, ..Remembered::default() }, ..program(2, 90, 0) };
+    join(&mut state, [program(1, 0, 50), left_alone]);
+    let step = state.step(Duration::from_secs(1), Event::Called(ProgramId(1)));
+    assert_eq!((change(&step.actions), step.wake), (None, Some(Duration::from_secs(10))), "{step:?}");
+}
+
+/// A change that makes room for one in its turn is paid for, too, and room that costs nothing is worth a slice.
+#[test]
+fn a_turn_grows_with_what_was_done_for_it() {
+    let mut state = node();
+    let idle = Report { activity: Activity::Empty, ..program(2, 50, 0) };
+    join(&mut state, [in_turn(30, program(1, 50, 0)), idle]);
+    let left = |state: &State, at, id| state.remembered(at, ProgramId(id)).unwrap().turn.1;
+    let grows = state.step(Duration::from_secs(10), asks(1, &[(GPU, 20)])).actions;
+    let grows = change(&grows).unwrap_or_else(|| panic!("{grows:?}")).id;
+    let programs = vec![(ProgramId(2), program(2, 0, 50).memory, true)];
+    state.step(Duration::from_secs(11), Event::Done { change: grows, outcome: Outcome::Changed, programs });
+    assert_eq!(left(&state, Duration::from_secs(11), 1), Duration::from_secs(19 + 20));
+    join(&mut state, [program(3, 0, 0)]);
+    state.step(Duration::from_secs(12), asks(3, &[(GPU, 1)]));
+    assert_eq!(left(&state, Duration::from_secs(12), 3), Duration::from_secs(2));
+}
+
+/// 90 GiB take 2 s to bring back.
+#[test]
+fn who_is_idle_in_its_turn_is_safe_for_as_long_as_bringing_it_back_takes() {
+    let mut state = node();
+    join(&mut state, [in_turn(60, program(1, 90, 0)), program(2, 0, 50)]);
+    let at = Duration::from_millis;
+    state.step(at(0), Event::Called(ProgramId(2)));
+    state.step(at(1), Event::Activity(ProgramId(1), Activity::Idle(Duration::ZERO)));
+    assert_eq!(change(&state.step(at(1500), Event::Timer).actions), None);
+    let comes = state.step(at(2500), Event::Timer).actions;
+    assert_eq!(change(&comes).map(leaves), Some(vec![(ProgramId(1), Why::Idle)]), "{comes:?}");
+}
+
+/// Else it would do nothing but fail. Whoever refuses, it is the waiter that pauses if it has nobody else to blame.
+#[test]
+fn who_has_failed_tries_again_after_a_while() {
+    for outcome in [Outcome::Failed, Outcome::Refused(ProgramId(1)), Outcome::Refused(ProgramId(9))] {
+        let mut state = node();
+        join(&mut state, [program(1, 0, 50)]);
+        let at = Duration::from_millis;
+        let comes = state.step(at(0), Event::Called(ProgramId(1))).actions;
+        let comes = change(&comes).unwrap_or_else(|| panic!("{comes:?}")).id;
+        let programs = vec![(ProgramId(1), program(1, 0, 50).memory, true)];
+        let failed = state.step(at(100), Event::Done { change: comes, outcome, programs });
+        assert_eq!((change(&failed.actions), failed.wake), (None, Some(at(200))), "{failed:?}");
+        let again = state.step(at(200), Event::Timer).actions;
+        assert!(change(&again).is_some(), "{again:?}");
+    }
+}
+
+/// It waits for room where it is, and one of its threads has nothing to do: it keeps what it has.
+#[test]
+fn who_waits_is_not_released_for_being_idle() {
+    let mut state = node();
+    let settings = Settings { idle: Some(Duration::from_secs(5)), ..Settings::default() };
+    join(&mut state, [Report { settings, ..program(1, 40, 0) }, Report { capturing: true, ..program(2, 30, 0) }]);
+    state.step(Duration::from_secs(1), asks(1, &[(GPU, 50)]));
+    state.step(Duration::from_secs(2), Event::Activity(ProgramId(1), Activity::Idle(Duration::ZERO)));
+    assert_eq!(change(&state.step(Duration::from_secs(10), Event::Timer).actions), None);
+}
+
+/// The last scheduler died while it brought a program in: its turn begins when the next one sees it.
+#[test]
+fn who_has_come_while_no_scheduler_looked_has_a_slice() {
+    let mut state = node();
+    join(&mut state, [Report { remembered: Remembered { held: true, ..Remembered::default() }, ..program(1, 40, 0) }]);
+    assert_eq!(state.remembered(Duration::ZERO, ProgramId(1)).unwrap().turn.1, Duration::from_secs(2));
+}
+
+/// Part of a program is away, so nothing of it passes: as long as it does not call, it is idle.
+#[test]
+fn who_is_held_and_does_not_call_is_released_for_being_idle() {
+    let mut state = node();
+    let settings = Settings { idle: Some(Duration::from_secs(5)), ..Settings::default() };
+    let memory = |resident, away| {
+        let of = |count| [(Class::Kept, 45 * GIB, count)].into_iter().collect();
+        [(GPU, Memory { resident: of(resident), away: of(away), fixed: 0, peak: 90 * GIB })].into()
+    };
+    join(&mut state, [Report { settings, memory: memory(2, 0), ..program(1, 0, 0) }, program(2, 0, 30)]);
+    let at = Duration::from_millis;
+    state.step(at(0), Event::Called(ProgramId(2)));
+    state.step(at(1), Event::Activity(ProgramId(1), Activity::Busy));
+    let comes = state.step(at(100), Event::Timer).actions;
+    let comes = change(&comes).unwrap_or_else(|| panic!("{comes:?}"));
+    assert_eq!(leaves(comes), [(ProgramId(1), Why::TurnOver)]);
+    let programs = vec![(ProgramId(1), memory(1, 1), true), (ProgramId(2), program(2, 30, 0).memory, false)];
+    state.step(at(1000), Event::Done { change: comes.id, outcome: Outcome::Changed, programs });
+    let released = state.step(at(7000), Event::Timer).actions;
+    let cause = change(&released).map(|change| change.cause);
+    assert_eq!(cause, Some(Cause::IdleFor(GangId(1), at(6000))), "{released:?}");
+}
+
+/// Files take what host memory has no room for, and only if nobody leaves for whom there is room.
+#[test]
+fn files_are_for_what_host_memory_has_no_room_for() {
+    let of = |id, class| {
+        let memory = Memory { resident: [(class, 40 * GIB, 1)].into_iter().collect(), ..Memory::default() };
+        Report { memory: [(GPU, memory)].into(), activity: Activity::Empty, ..program(id, 0, 0) }
+    };
+    for (class, leaving, to_files) in [(Class::Discardable, 2, 0), (Class::Kept, 1, 40 * GIB)] {
+        let mut state = node();
+        state.step(Duration::ZERO, Event::Host { room: 30 * GIB, files: 100 * GIB });
+        // Of what is away, 10 GiB are in files.
+        join(&mut state, [of(1, Class::Kept), of(2, class), program(3, 0, 40), program(4, 0, 0)]);
+        let makes_room = state.step(Duration::from_secs(1), asks(4, &[(GPU, 60)])).actions;
+        let makes_room = change(&makes_room).unwrap_or_else(|| panic!("{makes_room:?}"));
+        assert_eq!((leaves(makes_room), makes_room.to_files), (vec![(ProgramId(leaving), Why::Idle)], to_files), "{makes_room:?}");
+    }
 }
