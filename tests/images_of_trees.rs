@@ -458,8 +458,8 @@ def work(name, tasks, results, lock, counter):
 
 def main():
     shared = shared_memory.SharedMemory(create=True, size=4096)
-    unnamed = shared_memory.SharedMemory(create=True, size=24 << 20)
-    unnamed.buf[-1] = 7
+    unnamed = shared_memory.SharedMemory(create=True, size=3 << 20)
+    unnamed.buf[:] = bytes([7]) * (3 << 20)
     unnamed.unlink()
     contexts = {"fork": "fork", "spawn": "spawn", "late": "spawn"}
     workers = {}
