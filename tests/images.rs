@@ -8,10 +8,13 @@ mod common;
 use common::images::{Images, in_own_session, without_inherited};
 use common::machine::{Program, Ran};
 use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::FromRawFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::ptr;
 use std::thread;
 use std::time::Duration;
 
@@ -180,6 +183,53 @@ while True:
     load("locks", "another", "").expect(1, "", "are locked");
     ends("copy");
     images.nothing_is_left("programs in the background");
+}
+
+/// A terminal, and a command that has it as its streams.
+struct Terminal {
+    keyboard: fs::File,
+    lines: std::io::Lines<BufReader<fs::File>>,
+    program: std::process::Child,
+}
+
+impl Terminal {
+    fn start(command: &mut Command) -> Self {
+        let (mut ours, mut its) = (0, 0);
+        let opened = unsafe { libc::openpty(&raw mut ours, &raw mut its, ptr::null_mut(), ptr::null(), ptr::null()) };
+        assert_eq!(opened, 0);
+        let [ours, its] = [ours, its].map(|file| unsafe { fs::File::from_raw_fd(file) });
+        let streams = [(); 3].map(|()| Stdio::from(its.try_clone().unwrap()));
+        let [stdin, stdout, stderr] = streams;
+        let program = in_own_session(without_inherited(command)).stdin(stdin).stdout(stdout).stderr(stderr).spawn().unwrap();
+        Self { keyboard: ours.try_clone().unwrap(), lines: BufReader::new(ours).lines(), program }
+    }
+
+    fn shows(&mut self, what: &str) {
+        assert!(self.lines.by_ref().map_while(Result::ok).any(|line| line.contains(what)), "it does not show {what}");
+    }
+}
+
+#[test]
+fn a_program_on_a_terminal_is_loaded_on_another() {
+    let Some(images) = Images::new() else { return };
+    let engine = common::programs().join("engine");
+    let mut command = images.cli(&format!("run --name engine --no-python -- {} --weights-mib 16 --kv-mib 8", engine.display()));
+    let mut before = Terminal::start(command.env("SIMGPU_RESTORE_THREAD", "1"));
+    before.shows("ready");
+    images.save("engine", "image").expect(0, "saved", "");
+    before.program.wait().unwrap();
+    for more in ["", " --dry-run", " --detach"] {
+        let load = format!("load {} --name e{more}", images.image("image"));
+        images.vramctl(&load).expect(1, "", "its streams were a terminal");
+    }
+    images.nothing_is_left("without a terminal");
+    let mut loaded = Terminal::start(&mut images.cli(&format!("load {} --name e", images.image("image"))));
+    loaded.shows("loaded e");
+    loaded.keyboard.write_all(b"verify\n").unwrap();
+    loaded.shows("weights ok");
+    loaded.keyboard.write_all(&[4]).unwrap();
+    loaded.program.wait().unwrap();
+    images.nothing_is_left("a terminal");
 }
 
 /// A dry run names all that is in the way at once, and starts nothing.

@@ -240,7 +240,7 @@ fn copy_of(stream: RawFd) -> io::Result<OwnedFd> {
 }
 
 /// Which descriptor takes the place of which stream.
-fn streams(manifest: &Manifest) -> Vec<(i32, &str)> {
+pub(crate) fn streams(manifest: &Manifest) -> Vec<(i32, &str)> {
     let mut found = Vec::<(i32, &str)>::new();
     // What stdout shares with others is stdout's.
     for number in [1, 2, 0] {

@@ -65,6 +65,18 @@ pub struct Streams {
     pub detached: bool,
 }
 
+impl Streams {
+    /// Why the program cannot go on with these: CRIU sets the modes of a terminal only on another.
+    fn no_terminal_for(&self, manifest: &Manifest) -> Option<CommandError> {
+        // SAFETY: touches no memory.
+        let is_terminal = |number: i32| !self.detached && (number == 0 || self.log.is_none()) && unsafe { libc::isatty(number) } == 1;
+        init::streams(manifest).into_iter().find(|(number, name)| name.starts_with("tty[") && !is_terminal(*number))?;
+        let why = "its streams were a terminal, and what takes their place is none: load it on one (such as by `script -qec 'vramctl load …' LOG`), and \
+                   start programs that are to be saved without (`vramctl run -d`). Nothing was started";
+        Some(CommandError::new(Exit::Failed, why))
+    }
+}
+
 /// A program that runs again.
 #[derive(Debug)]
 pub struct Loaded {
@@ -124,6 +136,7 @@ impl Load {
             }
         };
         obstacles.extend(in_surroundings(image.manifest(), &details));
+        obstacles.extend(streams.no_terminal_for(image.manifest()));
         let old = init::program_name(image.manifest()).unwrap_or_default();
         let name = name.unwrap_or(old).to_owned();
         obstacles.extend(checked_name(&name).err().map(|why| CommandError::new(Exit::Usage, why.to_string())));

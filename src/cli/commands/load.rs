@@ -63,10 +63,14 @@ pub struct Args {
 }
 
 impl Args {
+    fn streams(&self) -> Streams {
+        Streams { log: self.log.clone(), detached: self.detach }
+    }
+
     /// Says whether it can be loaded, and what is in the way.
     fn look(&self) -> Result<Exit, CommandError> {
         let ui = Ui::new(false, true);
-        let (load, mut obstacles) = Load::look(&self.image, self.name.as_deref(), Streams::default(), None, &ui);
+        let (load, mut obstacles) = Load::look(&self.image, self.name.as_deref(), self.streams(), None, &ui);
         let load =
             load.map(|load| if self.port.is_empty() && self.copies.is_none() { load } else { load.with_own_network(self.port.clone()) });
         obstacles.extend(load.iter().flat_map(|load| load.look_for_room(self.copies)));
@@ -130,8 +134,7 @@ impl Execute for Args {
         }
         // The command's output is the program's.
         let ui = Ui::new(false, true);
-        let streams = Streams { log: self.log.clone(), detached: self.detach };
-        let load = Load::plan(&self.image, self.name.as_deref(), streams, self.timeout, &ui)?;
+        let load = Load::plan(&self.image, self.name.as_deref(), self.streams(), self.timeout, &ui)?;
         let load = load.with_agreement(self.is_copy);
         let load = if self.port.is_empty() && self.is_copy.is_none() { load } else { load.with_own_network(self.port.clone()) };
         let loaded = load.run(&ui)?;
