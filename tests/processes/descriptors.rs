@@ -112,11 +112,17 @@ struct Piece {
     uses: [Use; 2],
     value: u8,
     is_paused: bool,
+    /// The other one has imported it, and has set it aside. What is aside is not lent.
+    is_aside: bool,
 }
 
 impl Piece {
+    fn other(&self) -> usize {
+        1 - self.owner
+    }
+
     fn is_lent(&self) -> bool {
-        self.uses[1 - self.owner].is_any()
+        self.uses[self.other()].is_any() && !self.is_aside
     }
 }
 
@@ -168,11 +174,11 @@ impl Exporting {
                 if !held[by] {
                     prop_assert_eq!(programs[by].ask(&format!("fill({at}, 0, {BYTES})")), "0");
                 }
-                self.pieces.push(Piece { owner: by, uses, value: 0, is_paused: false });
+                self.pieces.push(Piece { owner: by, uses, value: 0, is_paused: false, is_aside: false });
             }
             Step::Share { which } if count > 0 => {
                 let piece = &mut self.pieces[chosen(which)];
-                let (owner, other) = (piece.owner, 1 - piece.owner);
+                let (owner, other) = (piece.owner, piece.other());
                 // The export of paused memory waits for the resume, and the program with it.
                 if let Some(handle) = piece.uses[owner].handles.first().filter(|_| !piece.is_paused && !piece.uses[other].is_any()) {
                     let path = listens_at(&self.machine, other);
@@ -225,7 +231,9 @@ impl Exporting {
                     prop_assert_eq!(&answer["reply"], if is_refused { "error" } else { "done" }, "{}", answer);
                 }
                 if !is_refused {
-                    self.pieces.iter_mut().filter(is_its).filter(|piece| !is_kept(piece)).for_each(|piece| piece.is_paused = true);
+                    for piece in self.pieces.iter_mut().filter(is_its).filter(|piece| !is_kept(piece)) {
+                        (piece.is_paused, piece.is_aside) = (true, piece.is_aside || piece.is_lent());
+                    }
                 }
             }
             Step::Resume { who } => {
@@ -235,8 +243,26 @@ impl Exporting {
             }
             _ => (),
         }
+        // What is aside comes back by itself when its owner is resumed, unless the process stays held anyway.
+        for who in 0..2 {
+            let stays_held = self.has_paused(who);
+            for piece in self.pieces.iter_mut().filter(|piece| piece.other() == who) {
+                piece.is_aside &= piece.uses[who].is_any() && (stays_held || piece.is_paused);
+            }
+        }
         self.pieces.retain(|piece| piece.uses.iter().any(Use::is_any));
         Ok(())
+    }
+
+    fn has_paused(&self, who: usize) -> bool {
+        self.pieces.iter().any(|piece| piece.owner == who && piece.is_paused)
+    }
+
+    /// Bytes of the other one's memory that a process has imported and set aside.
+    fn aside(&self, who: usize) -> u64 {
+        let status = self.machine.request(&self.programs[who], "status", &[]);
+        let borrowed = status["borrowed"].as_array().cloned().unwrap_or_default();
+        borrowed.iter().map(|borrowed| borrowed["paused_bytes"].as_u64().unwrap()).sum()
     }
 
     /// Each process is held or not, as it should be, and finds the contents that either wrote last.
@@ -248,7 +274,10 @@ impl Exporting {
         prop_assert!(settled.is_ok(), "{} bytes in use: {:?}, {:?}", self.machine.used(), self.pieces, told());
         for who in 0..2 {
             let is_held = self.is_held(who);
-            common::eventually(&format!("process {who}: {:?}", self.pieces), || self.machine.is_held(&self.programs[who]) == is_held);
+            let aside = self.pieces.iter().filter(|piece| piece.other() == who && piece.is_aside).count() as u64 * BYTES;
+            common::eventually(&format!("process {who}: {:?}", self.pieces), || {
+                self.machine.is_held(&self.programs[who]) == is_held && self.aside(who) == aside
+            });
             for piece in self.pieces.iter().filter(|_| !is_held) {
                 if let Some(at) = piece.uses[who].at {
                     let found = self.programs[who].ask(&format!("read({at}, {BYTES})"));
