@@ -555,7 +555,13 @@ fn workers_of_data_loaders_are_saved_again_and_again() {
     for name in &before {
         fs::remove_file(shared_memory.folder().join(name)).unwrap();
     }
-    let [mut one, mut other] = [("image", "one"), ("kept3", "other")].map(|(image, name)| images.load(image, name));
+    // Carried elsewhere, where nothing is left of the others.
+    let folder = images.machine.folder.path();
+    let [own, elsewhere] = ["images", "elsewhere"].map(|name| folder.join(name).display().to_string());
+    images.vramctl(&format!("images {own} export image {elsewhere}")).expect(0, "exported image", "");
+    images.vramctl(&format!("images {own} rm image")).expect(0, "removed", "");
+    let mut one = Program::spawn(&mut images.cli(&format!("load {elsewhere}/image --name one")));
+    let mut other = images.load("kept3", "other");
     both_work(&mut one, 6);
     both_work(&mut other, 4);
     says(&mut one, "start('late')", "started");

@@ -137,6 +137,9 @@ impl Load {
         };
         obstacles.extend(in_surroundings(image.manifest(), &details));
         obstacles.extend(streams.no_terminal_for(image.manifest()));
+        for other in surroundings::other_versions(&image.manifest().versions, &surroundings::versions()) {
+            reporter.warn(&other);
+        }
         let old = init::program_name(image.manifest()).unwrap_or_default();
         let name = name.unwrap_or(old).to_owned();
         obstacles.extend(checked_name(&name).err().map(|why| CommandError::new(Exit::Usage, why.to_string())));

@@ -578,7 +578,6 @@ impl Run<'_> {
         let connection =
             |one: &look::Outside| Ok(Connection { process: pid_there(one.pid)?, local: one.local.clone(), remote: one.remote.clone() });
         let listener = |(pid, address): &(u32, SocketAddr)| Ok(Listener { process: pid_there(*pid)?, address: address.to_string() });
-        let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         let streams = look
             .streams
             .iter()
@@ -590,8 +589,7 @@ impl Run<'_> {
                 vramctl: env!("CARGO_PKG_VERSION").into(),
                 library: first.as_ref().map(|hello| hello.library.clone()).unwrap_or_default(),
                 criu: self.save.criu.version().into(),
-                kernel: kernel.trim().into(),
-                ..Versions::default()
+                ..surroundings::versions()
             },
             cpu: surroundings::processor(),
             page_size: 4096,

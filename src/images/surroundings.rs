@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use vramctl_store::{Cpu, FilePolicy, OpenFile};
+use vramctl_store::{Cpu, FilePolicy, OpenFile, Versions};
 
 /// The processor, as `/proc/cpuinfo` has it.
 pub fn processor() -> Cpu {
@@ -74,6 +74,29 @@ pub fn lacks_of(saved: &Cpu, here: &Cpu) -> Option<String> {
     let missing: Vec<_> = saved.features.iter().filter(|feature| is_used(feature) && !own.contains(feature)).map(String::as_str).collect();
     let model = &saved.model;
     (!missing.is_empty()).then(|| format!("it was saved on a processor ({model}) that has what this one has not: {}", missing.join(", ")))
+}
+
+/// The kernel and NVIDIA's driver, where there is one.
+pub fn versions() -> Versions {
+    let of = |path: &str| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
+    Versions { kernel: of("/proc/sys/kernel/osrelease"), driver: of("/sys/module/nvidia/version"), ..Versions::default() }
+}
+
+/// Where these differ from those of the save, for people. A kernel's fixes change nothing for an image.
+pub fn other_versions(saved: &Versions, here: &Versions) -> Vec<String> {
+    let main_part = |kernel: &str| kernel.split('.').take(2).map(str::to_owned).collect::<Vec<_>>();
+    let differ = |one: &str, other: &str| !one.is_empty() && !other.is_empty() && one != other;
+    let mut found = Vec::new();
+    if main_part(&saved.kernel) != main_part(&here.kernel) && differ(&saved.kernel, &here.kernel) {
+        found.push(format!("the image was made on kernel {}, and here is {}", saved.kernel, here.kernel));
+    }
+    if differ(&saved.driver, &here.driver) {
+        found.push(format!(
+            "the image was made with driver {}, and here is {}: not every driver restores what another has saved",
+            saved.driver, here.driver
+        ));
+    }
+    found
 }
 
 /// The files that a process has `opened` or mapped and that outlive it, and what says which Python packages there are beside those.
@@ -198,6 +221,15 @@ mod tests {
         assert!(lacks_of(&saved, &cpu("aarch64", &["avx2", "avx512f"])).unwrap().contains("another kind"));
         let own = processor();
         assert!(!own.features.is_empty() && lacks_of(&own, &own).is_none());
+    }
+
+    #[test]
+    fn another_kernel_and_another_driver_are_named() {
+        let versions = |kernel: &str, driver: &str| Versions { kernel: kernel.into(), driver: driver.into(), ..Versions::default() };
+        let saved = versions("6.18.3-generic", "580.159.04");
+        let named = |kernel: &str, driver: &str| other_versions(&saved, &versions(kernel, driver)).len();
+        assert_eq!([named("6.18.9", "580.159.04"), named("6.1.9", "580.159.04"), named("7.18.3", "610.57"), named("", "")], [0, 1, 2, 0]);
+        assert!(other_versions(&super::versions(), &super::versions()).is_empty() && !super::versions().kernel.is_empty());
     }
 
     #[test]
