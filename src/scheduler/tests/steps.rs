@@ -422,3 +422,42 @@ fn files_are_for_what_host_memory_has_no_room_for() {
         assert_eq!((leaves(makes_room), makes_room.to_files), (vec![(ProgramId(leaving), Why::Idle)], to_files), "{makes_room:?}");
     }
 }
+
+/// Programs whose ties change while one of them moves stay or go together from when it has arrived.
+#[test]
+fn ties_that_change_during_a_move_hold_after_it() {
+    let mut state = node();
+    join(&mut state, [program(1, 0, 40), program(2, 10, 0)]);
+    let comes = state.step(Duration::from_secs(1), Event::Called(ProgramId(1))).actions;
+    let comes = change(&comes).unwrap_or_else(|| panic!("{comes:?}")).id;
+    state.step(Duration::from_secs(2), Event::Tied(ProgramId(1), [ProgramId(2)].into()));
+    assert_ne!(state.gang(ProgramId(1)), state.gang(ProgramId(2)));
+    let programs = vec![(ProgramId(1), program(1, 40, 0).memory, false)];
+    state.step(Duration::from_secs(3), Event::Done { change: comes, outcome: Outcome::Changed, programs });
+    assert_eq!(state.gang(ProgramId(1)), state.gang(ProgramId(2)));
+}
+
+/// How long a request waits while nobody can give way is the program's own affair.
+#[test]
+fn a_program_says_how_long_its_requests_wait_in_vain() {
+    let mut state = node();
+    let settings = Settings { wait: Some(Duration::from_secs(5)), ..Settings::default() };
+    join(&mut state, [Report { capturing: true, ..program(1, 90, 0) }, Report { settings, ..program(2, 0, 0) }]);
+    let waits = state.step(Duration::from_secs(1), asks(2, &[(GPU, 50)]));
+    assert_eq!(waits.wake, Some(Duration::from_secs(6)), "{waits:?}");
+    let refused = state.step(Duration::from_secs(6), Event::Timer).actions;
+    assert!(refused.contains(&Action::Refuse(ProgramId(2), AskId(0), Refusal::Unserved(Duration::from_secs(5)))), "{refused:?}");
+}
+
+/// One that has drained at last is left alone for a short time again after its next failure.
+#[test]
+fn who_has_left_begins_anew_after_its_failures() {
+    let mut state = node();
+    let remembered = Remembered { backoff: (Duration::ZERO, Duration::from_secs(80)), ..Remembered::default() };
+    join(&mut state, [Report { activity: Activity::Empty, remembered, ..program(1, 90, 0) }, program(2, 0, 50)]);
+    let comes = state.step(Duration::from_secs(1), Event::Called(ProgramId(2))).actions;
+    let comes = change(&comes).unwrap_or_else(|| panic!("{comes:?}")).id;
+    let programs = vec![(ProgramId(1), program(1, 0, 90).memory, true), (ProgramId(2), program(2, 50, 0).memory, false)];
+    state.step(Duration::from_secs(3), Event::Done { change: comes, outcome: Outcome::Changed, programs });
+    assert_eq!(state.remembered(Duration::from_secs(3), ProgramId(1)).unwrap().backoff, (Duration::ZERO, Duration::ZERO));
+}
