@@ -696,13 +696,17 @@ fn a_program_may_exit_during_a_pause_or_resume_and_the_client_is_told() {
         assert_eq!(besides_holds(&said), "", "{mode}, {request}");
         let text = Ran::end_of(client).text();
         // It may have had nothing left to do but this one copy.
-        assert!(text.contains("\"ending\"") || text.contains("\"report\""), "{mode}, {request}: {text}");
+        let is_told = text.contains("\"ending\"") || text.contains("\"report\"");
+        assert!(is_told || text.contains("it ended before it answered"), "{mode}, {request}: {text}");
+        is_told
     };
+    // A program that ends waits for its answers only so long, which a busy machine may exceed.
+    let tells = move |mode, request, thread| assert!((0..10).any(|_| ends(mode, request, thread)), "{mode}, {request}: nobody is told");
     std::thread::scope(|scope| {
         for mode in ["ends", "ends-by-exit", "ends-by-signal"] {
-            scope.spawn(move || ["pause", "resume"].map(|request| ends(mode, request, "vramctl-copy")));
+            scope.spawn(move || ["pause", "resume"].map(|request| tells(mode, request, "vramctl-copy")));
         }
-        scope.spawn(|| ends("ends-with-endless-work", "pause", "vramctl-wait"));
+        scope.spawn(move || tells("ends-with-endless-work", "pause", "vramctl-wait"));
     });
 }
 
