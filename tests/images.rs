@@ -756,3 +756,65 @@ fn what_was_in_dev_shm_comes_with_the_program() {
     assert_eq!(fs::read_to_string(format!("/proc/{pid}/root{path}")).unwrap(), "shared");
     assert!(!Path::new(&path).exists(), "it is the program's own");
 }
+
+/// Zeros are not in the files. The device sets them, each run at once, and copies of the rest alone are made: new memory may hold anything.
+#[test]
+fn zeros_are_set_by_the_device_and_not_copied() {
+    /// Allocations, piece by piece: zeros, or with something in the last byte. The last piece is as long as it says.
+    const PROGRAM: &str = r#"
+import ctypes, sys
+cuda, runtime = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL("libcudart.so.13")
+cuda.simgpu_calls.restype = ctypes.c_uint64
+PIECE, FAILS = 2 << 20, [b"cuMemsetD8Async", ctypes.c_uint64(1), 2, ctypes.c_uint64(1)]
+wanted, places, marks = [], [], iter(range(1, 99))
+for pieces, last in [("0x00x0", 4608), ("000", PIECE), ("x", PIECE), ("xx00", 1536), ("0", PIECE + 512), ("x0x", PIECE)]:
+    lengths = [PIECE] * (len(pieces) - 1) + [last]
+    wanted.append(b"".join(bytes(length - 1) + bytes([next(marks) if piece == "x" else 0]) for piece, length in zip(pieces, lengths)))
+    places.append(ctypes.c_void_p())
+    assert runtime.cudaMalloc(ctypes.byref(places[-1]), ctypes.c_size_t(len(wanted[-1]))) == 0
+    if pieces == "x":
+        fresh = ctypes.create_string_buffer(PIECE)
+        assert runtime.cudaMemcpy(fresh, places[-1], ctypes.c_size_t(PIECE), 2) == 0
+        assert fresh.raw == b"\xd7" * PIECE, "new memory is to be dirty"
+    assert runtime.cudaMemcpy(places[-1], wanted[-1], ctypes.c_size_t(len(wanted[-1])), 1) == 0
+cuda.simgpu_reset_counts()
+print("ready", flush=True)
+for line in sys.stdin:
+    if line == "fail\n":
+        print(cuda.simgpu_fail(*FAILS), flush=True)
+        continue
+    equal = []
+    for contents, place in zip(wanted, places):
+        found = ctypes.create_string_buffer(len(contents))
+        assert runtime.cudaMemcpy(found, place, ctypes.c_size_t(len(contents)), 2) == 0
+        equal.append(found.raw == contents)
+    # Only now: the copies have waited for the end of a load.
+    counts = [cuda.simgpu_calls(name) for name in (b"cuMemcpyHtoDAsync_v2", b"cuMemsetD8Async")]
+    cuda.simgpu_reset_counts()
+    print(all(equal), *counts, flush=True)
+"#;
+    let Some(images) = Images::new() else { return };
+    let mut command = images.cli("run --name zeros --no-python -- python3 -c");
+    command.arg(PROGRAM).envs([("SIMGPU_RESTORE_THREAD", "1"), ("SIMGPU_DIRTY", "1")]);
+    let mut program = Program::ready(in_own_session(&mut command));
+    let save = |words: &str, name: &str| images.vramctl(&format!("save {words} {}", images.image(name)));
+    // Copies, and runs of zeros. The library keeps all of an allocation's last 2 MiB, of which the rest is still dirty.
+    let back = "True 10 6";
+    save("zeros --keep", "kept").expect(0, "saved", "");
+    assert_eq!(program.ask("check"), back);
+    assert_eq!(program.ask("fail"), "0");
+    let refused = save("zeros --keep", "refused");
+    assert!(refused.code != Some(0) && refused.err.contains("cuMemsetD8Async"), "{refused:?}");
+    images.vramctl("resume zeros").expect(0, "", "");
+    assert_eq!(program.ask("check"), "True 10 7", "one was refused");
+    save("zeros", "image").expect(0, "saved", "");
+    program.ended();
+
+    let mut loaded = images.load("image", "loaded");
+    assert_eq!(loaded.ask("check"), back);
+    assert_eq!(loaded.ask("fail"), "0");
+    save("loaded", "fails").expect(0, "saved", "");
+    loaded.ended();
+    refuses_to_load(&images, Path::new(&images.image("fails"))).expect(1, "", "cuMemsetD8Async");
+    images.nothing_is_left("a load whose zeros were refused");
+}

@@ -42,6 +42,19 @@ impl Stored {
         self.pieces.iter().filter_map(|(_, piece)| piece.place).map(|place| place.pack).collect()
     }
 
+    /// The parts of the allocation that are zeros, each as long as it can be.
+    fn zeros(&self) -> Vec<Range<usize>> {
+        let mut found = Vec::<Range<usize>>::new();
+        for (at, piece) in self.pieces.iter().filter(|(_, piece)| piece.id.is_zeros()) {
+            let end = at + piece.id.bytes as usize;
+            match found.last_mut() {
+                Some(last) if last.end == *at => last.end = end,
+                _ => found.push(*at..end),
+            }
+        }
+        found
+    }
+
     /// The pieces, in order.
     pub fn ids(&self) -> Vec<PieceId> {
         self.pieces.iter().map(|(_, piece)| piece.id).collect()
@@ -175,17 +188,28 @@ struct Wanted {
     piece: Piece,
 }
 
-/// Reads contents back into mapped memory, which is new and so zero. Nothing of a bad piece gets there.
+/// Reads contents back into mapped memory, of which nothing is known. Nothing of a bad piece gets there.
 pub fn restore(items: &[Item], progress: &mut OnProgress<'_>) -> Result<(), Error> {
-    let pieces_of = |(extent, saved): &Item| match &**saved {
-        Backup::Stored(stored) => {
-            let wanted =
-                |(at, piece): &(usize, Piece)| Wanted { context: extent.context, device: extent.address + *at as u64, piece: *piece };
-            stored.pieces.iter().filter(|(_, piece)| !piece.id.is_zeros()).map(wanted).collect()
+    let stored =
+        || items.iter().filter_map(|(extent, saved)| if let Backup::Stored(stored) = &**saved { Some((extent, stored)) } else { None });
+    let _relaxed = RelaxedCapture::enter();
+    let mut copies = Copies::default();
+    // The files do not have them. The device sets them while it gets the rest.
+    for (extent, stored) in stored() {
+        for zeros in stored.zeros() {
+            copies.lane.queue_zeros(extent.context, extent.address + zeros.start as u64, zeros.len())?;
         }
-        Backup::Host(_) | Backup::Disk(_) => Vec::new(),
-    };
-    let mut wanted: Vec<_> = items.iter().flat_map(pieces_of).collect();
+    }
+    let wanted = stored().flat_map(|(extent, stored)| {
+        let others = stored.pieces.iter().filter(|(_, piece)| !piece.id.is_zeros());
+        others.map(|(at, piece)| Wanted { context: extent.context, device: extent.address + *at as u64, piece: *piece })
+    });
+    read_back(wanted.collect(), &mut copies, progress)?;
+    Ok(copies.lane.finish()?)
+}
+
+/// Reads pieces from the files.
+fn read_back(mut wanted: Vec<Wanted>, copies: &mut Copies, progress: &mut OnProgress<'_>) -> Result<(), Error> {
     let Some(first) = wanted.first().copied() else { return Ok(()) };
     let origin = ORIGIN.get().lock().unpoisoned().clone().ok_or_else(|| Error::Internal("nobody has said where the image is".into()))?;
     let source = if let Some((source, places)) = origin.opened {
@@ -201,12 +225,10 @@ pub fn restore(items: &[Item], progress: &mut OnProgress<'_>) -> Result<(), Erro
     // As they lie in the files.
     wanted.sort_unstable_by_key(|wanted| wanted.piece.place.map(|place| (place.pack, place.offset)));
     let mut meter = Meter::new(Stage::Restore, wanted.iter().map(|wanted| wanted.piece.id.bytes as usize).sum(), progress);
-    let _relaxed = RelaxedCapture::enter();
     let buffers = buffers(first.context, wanted.len().min(BUFFERS))?;
     thread::scope(|scope| {
         let pieces = wanted.iter().map(|wanted| wanted.piece).collect();
         let mut reading = source.read_ahead(scope, pieces, buffers);
-        let mut copies = Copies::default();
         for wanted in &wanted {
             // The readers need some of the buffers.
             while copies.in_flight.len() > BUFFERS / 2 || copies.is_first_past()? {
@@ -274,5 +296,33 @@ impl Copies {
             done_with(buffer);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zeros_that_follow_each_other_are_one_run() {
+        const PIECE: usize = PIECE_BYTES;
+        const ODD: usize = 3 * PIECE + 512;
+        // Ranges are pairs of begin and end.
+        let zeros_of = |live: &[(usize, usize)], others: &[usize]| {
+            let all = live.iter().flat_map(|(start, end)| cut(*start as u64, (end - start) as u64));
+            let piece = |(at, bytes)| {
+                let id = PieceId::of(&vec![u8::from(others.contains(&(at as usize))); bytes]);
+                (at as usize, Piece { id, place: None })
+            };
+            let stored = Stored { pieces: all.map(piece).collect(), live: Vec::new() };
+            stored.zeros().iter().map(|run| (run.start, run.end)).collect::<Vec<_>>()
+        };
+        assert_eq!(zeros_of(&[(0, ODD)], &[]), [(0, ODD)]);
+        assert_eq!(zeros_of(&[(0, ODD)], &[0, PIECE, 2 * PIECE, 3 * PIECE]), []);
+        assert_eq!(zeros_of(&[(0, ODD)], &[PIECE]), [(0, PIECE), (2 * PIECE, ODD)]);
+        assert_eq!(zeros_of(&[(0, ODD)], &[0, 3 * PIECE]), [(PIECE, 3 * PIECE)]);
+        // What is not kept is left alone, also within a piece.
+        let kept = [(7, PIECE + 1), (PIECE + 9, ODD)];
+        assert_eq!(zeros_of(&kept, &[2 * PIECE]), [(7, PIECE + 1), (PIECE + 9, 2 * PIECE), (3 * PIECE, ODD)]);
     }
 }

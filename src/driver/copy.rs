@@ -147,6 +147,15 @@ impl Lane {
         }
     }
 
+    /// Queues zeros for a context's device memory, in order with the copies.
+    pub fn queue_zeros(&mut self, context: Context, device: CUdeviceptr, bytes: usize) -> Result<(), Failure> {
+        let driver = Driver::get()?;
+        let _current = Current::push(context)?;
+        let stream = self.stream(context)?.raw();
+        // SAFETY: touches device memory alone; a wrong address is an error.
+        unsafe { driver.cuMemsetD8Async(device, 0, bytes, stream) }
+    }
+
     /// Queues a kernel in order with the copies; `launch` gets the stream. `current` must be the current context.
     pub fn queue_kernel(&mut self, current: &Current, launch: impl FnOnce(&Stream) -> Result<(), Failure>) -> Result<(), Failure> {
         launch(self.stream(current.context())?)

@@ -10,7 +10,7 @@ use cudarc::driver::sys::{
     CUstream, CUuuid,
 };
 use once_cell::sync::OnceCell;
-use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 use vramctl_host::{PerProcess, exit, symbols};
 use vramctl_model::{Failure, StatusCode, code};
 
@@ -149,6 +149,7 @@ driver_functions! {
     cuMemFreeHost(address: *mut c_void);
     cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
+    cuMemsetD8Async(to: CUdeviceptr, value: c_uchar, bytes: usize, stream: CUstream);
     cuMemcpy3DPeerAsync(copy: *const CopyBetween, stream: CUstream);
 }
 

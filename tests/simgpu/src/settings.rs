@@ -43,6 +43,8 @@ pub struct Settings {
     pub no_sharing: bool,
     /// `SIMGPU_NO_RDMA`: the driver refuses access to memory for `GPUDirect` RDMA, although it reports support for it.
     pub no_rdma: bool,
+    /// `SIMGPU_DIRTY`: new memory of the devices is not zero.
+    pub dirty: bool,
     /// `SIMGPU_DECOMPRESSION`: the devices have a decompression engine, as Blackwell's.
     pub decompression: bool,
     /// `SIMGPU_UNRESTORABLE`: a restore of this process from a checkpoint fails, as with NCCL.
@@ -91,6 +93,7 @@ pub fn get() -> &'static Settings {
             no_p2p: !matches!(text("SIMGPU_NO_P2P").as_str(), "" | "0"),
             no_sharing: !matches!(text("SIMGPU_NO_SHARING").as_str(), "" | "0"),
             no_rdma: !matches!(text("SIMGPU_NO_RDMA").as_str(), "" | "0"),
+            dirty: !matches!(text("SIMGPU_DIRTY").as_str(), "" | "0"),
             decompression: !matches!(text("SIMGPU_DECOMPRESSION").as_str(), "" | "0"),
             unrestorable: !matches!(text("SIMGPU_UNRESTORABLE").as_str(), "" | "0"),
             restore_thread: !matches!(text("SIMGPU_RESTORE_THREAD").as_str(), "" | "0"),

@@ -14,6 +14,7 @@ use crate::context;
 use crate::device;
 use crate::driver::{self, machine, state};
 use crate::machine::{Key, MAX_DEVICES, Tie};
+use crate::settings;
 use crate::sharing;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -25,6 +26,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 /// The minimum and recommended granularity of physical memory and mappings: 2 MiB.
 pub const GRANULARITY: usize = 2 << 20;
 const PAGE: usize = 4096;
+/// What new memory holds in each byte, if it is to be dirty.
+const DIRT: u8 = 0xd7;
 /// Size of a process's address space.
 const ADDRESSES: u64 = 1 << 47;
 
@@ -207,6 +210,10 @@ impl Physical {
             }
             return Err(OUT_OF_MEMORY);
         };
+        if settings::get().dirty && home != Home::Host {
+            // SAFETY: new memory of this size, which nobody else knows.
+            unsafe { backing.at(0).write_bytes(DIRT, bytes) };
+        }
         Ok(Arc::new(Self { handle, home, bytes, charged, prop, shared: OnceLock::new(), tie: OnceLock::new(), backing }))
     }
 
