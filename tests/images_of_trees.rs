@@ -747,6 +747,56 @@ fn save_server(images: &Images) -> (u64, u64) {
     (port, memory)
 }
 
+/// The machine's own addresses, by which it would send to others.
+fn own_addresses() -> Vec<std::net::IpAddr> {
+    let address = |any: &str, other: &str| {
+        let socket = std::net::UdpSocket::bind((any, 0)).ok()?;
+        socket.connect((other, 9)).ok()?;
+        socket.local_addr().ok().map(|own| own.ip()).filter(|own| !own.is_loopback())
+    };
+    [("0.0.0.0", "192.0.2.1"), ("::", "2001:db8::1")].into_iter().filter_map(|(any, other)| address(any, other)).collect()
+}
+
+/// As torch's `TCPStore` does, the program listens at an address of the machine, and is connected to itself by it. A network of its own has it, too.
+#[test]
+fn a_network_of_its_own_has_the_addresses_that_the_program_uses() {
+    let Some(images) = Images::on(machine) else { return };
+    let addresses = own_addresses();
+    if addresses.is_empty() {
+        return eprintln!("not run: this machine has no address but that of loopback");
+    }
+    let mut program = images.program("server");
+    says(&mut program, "keep('cudart', ctypes.CDLL('libcudart.so.13'))", "kept");
+    says(&mut program, "keep('memory', ctypes.c_void_p())", "kept");
+    says(&mut program, "kept['cudart'].cudaMalloc(ctypes.byref(kept['memory']), ctypes.c_size_t(4 << 20))", "0");
+    let mut port = 0;
+    for address in &addresses {
+        let family = if address.is_ipv6() { "socket.AF_INET6" } else { "socket.AF_INET" };
+        port = program.number(&format!(
+            "keep('at {address}', socket.create_server(('{address}', 0), family={family})) and kept['at {address}'].getsockname()[1]"
+        ));
+        says(&mut program, &format!("keep('to {address}', socket.create_connection(('{address}', {port})))"), "kept");
+        says(&mut program, &format!("keep('by {address}', kept['at {address}'].accept()[0])"), "kept");
+    }
+    images.vramctl(&format!("save server {} --keep", images.image("image"))).expect(0, "saved", "");
+    let load = format!("load {} --name loaded --port {port}={}", images.image("image"), free_ports(1));
+    let mut loaded = Program::spawn(&mut images.cli(&load));
+    for program in [&mut program, &mut loaded] {
+        for address in &addresses {
+            says(program, &format!("kept['to {address}'].send(b'hello')"), "5");
+            says(program, &format!("kept['by {address}'].recv(5)"), "b'hello'");
+            let again = format!("keep('again', socket.create_connection(kept['at {address}'].getsockname()[:2]))");
+            says(program, &again, "kept");
+            says(program, &format!("kept['at {address}'].accept()[1][0]"), &address.to_string());
+        }
+        // Once it is back.
+        says(program, "kept['cudart'].cudaMemset(kept['memory'], 1, ctypes.c_size_t(4096))", "0");
+    }
+    loaded.end();
+    program.end();
+    images.nothing_is_left("a program with a network of its own");
+}
+
 /// All copies go on, or none is left: one that finds its port taken, one that is killed, and the command itself.
 #[test]
 fn copies_are_loaded_together_or_not_at_all() {

@@ -3,6 +3,7 @@
 use crate::criu::{Criu, errors_in, inherit};
 use crate::details::{Details, failed, refused};
 use crate::namespace;
+use crate::patch;
 use crate::relay;
 use crate::shared;
 use crate::tree::Kind;
@@ -198,13 +199,15 @@ fn restore(task: &Task) -> Result<(libc::pid_t, Vec<Marked>), CommandError> {
         let done = command.status().map_err(|error| CommandError::new(Exit::Failed, format!("CRIU cannot be run: {error}")))?;
         Ok((!done.success()).then(|| format!("({done}): {}", errors_in(work))))
     };
+    // Those of the machine, at which it may listen or talk to itself.
+    let addresses = fs::read(images.join("files.img")).and_then(|files| patch::addresses(&files)).map_err(refused("read", &images))?;
     if task.own_network.is_some() {
-        namespace::leave_network().map_err(refused("make", Path::new("a network namespace")))?;
+        namespace::leave_network(&addresses).map_err(refused("make", Path::new("a network namespace")))?;
     }
     let mut failure = bring_back()?;
     if failure.as_ref().is_some_and(|why| is_abstract_address_taken(why)) {
         end_all_others();
-        namespace::leave_network().map_err(refused("make", Path::new("a network namespace")))?;
+        namespace::leave_network(&addresses).map_err(refused("make", Path::new("a network namespace")))?;
         eprintln!("warning: another copy of the program runs here: this one has no network");
         failure = bring_back()?;
     }

@@ -1,14 +1,15 @@
 //! The namespaces of processes: what a process is called in its own, and running a command in there.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io;
 use std::mem;
-use std::net::{Ipv4Addr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
-use std::thread;
+use std::{ptr, thread};
 
 /// The id of a process in its own PID namespace.
 pub fn pid_there(pid: u32) -> Option<u32> {
@@ -53,25 +54,61 @@ pub fn spawn_apart(command: &mut Command) -> io::Result<Child> {
     spawn_after(enter, command)
 }
 
-/// Takes this process into a network namespace of its own, with a loopback device and nothing else.
-pub fn leave_network() -> io::Result<()> {
+/// Takes this process into a network namespace of its own, with a loopback device that has these addresses, and nothing else.
+pub fn leave_network(addresses: &BTreeSet<IpAddr>) -> io::Result<()> {
     // SAFETY: touches no memory.
     if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
         return Err(io::Error::last_os_error());
     }
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+    let mut request = request_of("lo");
+    request.ifr_ifru.ifru_flags = libc::IFF_UP as libc::c_short;
+    ask(&socket, libc::SIOCSIFFLAGS, &request)?;
+    // An IPv6 socket may have one of IPv4.
+    let addresses: BTreeSet<_> = addresses.iter().map(IpAddr::to_canonical).collect();
+    let others = addresses.iter().filter(|address| !address.is_loopback() && !address.is_unspecified() && !address.is_multicast());
+    for (number, address) in others.enumerate() {
+        match address {
+            IpAddr::V4(address) => {
+                let mut request = request_of(&format!("lo:{number}"));
+                for (call, octets) in [(libc::SIOCSIFADDR, address.octets()), (libc::SIOCSIFNETMASK, [255; 4])] {
+                    // SAFETY: plain data.
+                    let mut value: libc::sockaddr_in = unsafe { mem::zeroed() };
+                    value.sin_family = libc::AF_INET as libc::sa_family_t;
+                    value.sin_addr.s_addr = u32::from_ne_bytes(octets);
+                    // SAFETY: both are plain data of the same size.
+                    request.ifr_ifru.ifru_addr = unsafe { mem::transmute::<libc::sockaddr_in, libc::sockaddr>(value) };
+                    ask(&socket, call, &request)?;
+                }
+            }
+            IpAddr::V6(address) => {
+                let request = libc::in6_ifreq {
+                    ifr6_addr: libc::in6_addr { s6_addr: address.octets() },
+                    ifr6_prefixlen: 128,
+                    // Of each namespace's loopback device.
+                    ifr6_ifindex: 1,
+                };
+                ask(&UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0))?, libc::SIOCSIFADDR, &request)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// About a device, of which nothing is said yet.
+fn request_of(device: &str) -> libc::ifreq {
     // SAFETY: plain data.
     let mut request: libc::ifreq = unsafe { mem::zeroed() };
-    for (to, from) in request.ifr_name.iter_mut().zip(*b"lo") {
+    for (to, from) in request.ifr_name.iter_mut().zip(device.bytes()) {
         *to = from.cast_signed();
     }
-    request.ifr_ifru.ifru_flags = libc::IFF_UP as libc::c_short;
-    // SAFETY: an open socket, and a request with a NUL-terminated name.
-    if unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, &raw const request) } == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    request
+}
+
+/// Makes a request of this call's kind.
+fn ask<T>(socket: &UdpSocket, call: libc::Ioctl, request: &T) -> io::Result<()> {
+    // SAFETY: an open socket, and a request of the call's kind with a NUL-terminated name.
+    if unsafe { libc::ioctl(socket.as_raw_fd(), call, ptr::from_ref(request)) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// In a thread of its own, which ends with its namespaces.

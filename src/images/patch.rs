@@ -3,8 +3,9 @@
 //!
 //! `files.img` has two numbers, and then records: a length each, and a message of protocol buffers (`FileEntry`).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 /// The fields of the messages.
@@ -185,6 +186,27 @@ pub fn links(files: &[u8], remaps: &[u8]) -> io::Result<Vec<Link>> {
     Ok(found)
 }
 
+/// The addresses that Internet sockets have, here and there. `files`: the contents of `files.img`.
+pub fn addresses(files: &[u8]) -> io::Result<BTreeSet<IpAddr>> {
+    let [.., here, there] = field::ENDS;
+    let mut found = BTreeSet::new();
+    for record in records(files)?.1 {
+        for socket in fields(record)?.iter().filter(|field| field.number == field::SOCKET) {
+            let Value::Bytes(socket) = socket.value else { continue };
+            let socket = fields(socket)?;
+            for end in [here, there] {
+                // Words as the kernel has them: one, or four.
+                let words = socket.iter().filter(|field| field.number == end);
+                let words = words.filter_map(|field| if let Value::Number(word) = field.value { Some(word as u32) } else { None });
+                let bytes: Vec<_> = words.flat_map(u32::to_ne_bytes).collect();
+                let address = <[u8; 4]>::try_from(&bytes[..]).map(IpAddr::from);
+                found.extend(address.or_else(|_| <[u8; 16]>::try_from(&bytes[..]).map(IpAddr::from)));
+            }
+        }
+    }
+    Ok(found)
+}
+
 /// The contents of `filelocks.img`, without the locks of what is replaced: what takes its place may be another's, for which CRIU would wait. `is_replaced`:
 /// by the process, and the descriptor there.
 pub fn without_locks(image: &[u8], is_replaced: &dyn Fn(u64, u64) -> bool) -> io::Result<Vec<u8>> {
@@ -341,6 +363,19 @@ mod tests {
         let all = image(&[lock(25, 1), lock(25, 5), lock(26, 1)]);
         assert_eq!(without_locks(&all, &|pid, file| (pid, file) == (25, 1)).unwrap(), image(&[lock(25, 5), lock(26, 1)]));
         assert!(without_locks(&all[..all.len() - 1], &|_, _| false).is_err());
+    }
+
+    #[test]
+    fn the_addresses_of_sockets_are_found() {
+        let words = |field, address: &[u8]| {
+            address.chunks(4).map(|word| number(field, u32::from_ne_bytes(word.try_into().unwrap()).into())).collect::<Vec<_>>().concat()
+        };
+        let six = "fd00::2".parse::<std::net::Ipv6Addr>().unwrap();
+        let socket = [number(2, 7), words(11, &[192, 0, 2, 2]), words(12, &six.octets())].concat();
+        let record = [number(1, 2), number(2, 9), bytes(field::SOCKET, &socket)].concat();
+        let image = [&[7; HEADER][..], &(record.len() as u32).to_le_bytes(), &record].concat();
+        assert_eq!(addresses(&image).unwrap(), BTreeSet::from([IpAddr::from([192, 0, 2, 2]), six.into()]));
+        assert!(addresses(&image[..image.len() - 1]).is_err());
     }
 
     #[test]
