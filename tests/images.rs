@@ -486,6 +486,29 @@ fn a_program_of_run_image_goes_on_with_the_files_of_before() {
     refused.expect(1, "", "data (written to since)");
 }
 
+/// The restored program runs before the driver has brought it back. What it asks of the device then waits.
+#[test]
+fn a_program_that_is_asked_while_it_is_being_loaded_answers() {
+    let Some(images) = Images::new() else { return };
+    let polls = common::built("polls", "polls.c", &["-l:libcuda.so.1"]);
+    let mut command = images.machine.program("asked", &format!("{} ask_event asked", polls.display()));
+    in_own_session(without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1")));
+    let mut program = Program::ready(&mut command);
+    assert_eq!(program.ask(""), "10 0");
+    images.save("asked", "image").expect(0, "saved", "");
+    program.ended();
+    let mut load = images.cli(&format!("load {} --name asked", images.image("image")));
+    let (held, load) = images.holding("restore-after", &mut load);
+    let mut loaded = Program::spawn(load);
+    held.is_reached();
+    // It is restored, and reads this before the driver is asked to bring it back.
+    loaded.tell("");
+    thread::sleep(Duration::from_millis(100));
+    held.go();
+    assert_eq!(loaded.line(), "20 0");
+    assert_eq!(loaded.ask(""), "30 0");
+}
+
 #[test]
 fn images_are_listed_verified_exported_and_removed() {
     let Some(images) = Images::new() else { return };

@@ -100,6 +100,15 @@ impl Machine {
 }
 
 impl Program {
+    /// How often `polls` has made its call, of which none may have failed.
+    #[track_caller]
+    fn count(&mut self) -> u64 {
+        let counts = self.ask("");
+        let (made, failed) = counts.split_once(' ').unwrap_or_else(|| panic!("{counts:?}"));
+        assert_eq!(failed, "0");
+        made.parse().unwrap()
+    }
+
     /// It works, its memory is as it was, and it answers as any other engine.
     #[track_caller]
     fn is_well(&mut self) {
@@ -654,6 +663,29 @@ fn a_process_that_was_checkpointed_without_its_library_comes_back() {
         assert_eq!(machine.gpus(), before);
         engine.is_well();
     });
+}
+
+/// The driver blocks most calls of a process that is checkpointed. Those that look at what the device has written end it (observed with 580), so
+/// they wait for the resume, whoever makes them all the time: NCCL's watchdog, torch's allocator of pinned memory, a health check.
+#[test]
+fn calls_that_end_a_checkpointed_process_wait_for_its_resume() {
+    let machine = Machine::with(1, "2G");
+    let polls = common::built("polls", "polls.c", &["-l:libcuda.so.1"]);
+    let calls = String::from_utf8(machine.command(&polls, &[]).output().unwrap().stdout).unwrap();
+    let start = |call| (call, Program::ready(&mut machine.program(call, &format!("{} {call}", polls.display()))));
+    let mut programs: Vec<_> = calls.lines().map(start).collect();
+    assert!(programs.len() > 15, "{calls}");
+    let since: Vec<_> = programs.iter_mut().map(|(_, program)| program.count()).collect();
+    machine.vramctl("suspend --all").expect(0, "suspended", "");
+    // Each would have made some calls. Another thread than the one that makes them answers.
+    thread::sleep(Duration::from_millis(50));
+    for (_, program) in &mut programs {
+        program.count();
+    }
+    machine.vramctl("resume --all").expect(0, "resumed", "");
+    for ((call, program), since) in programs.iter_mut().zip(since) {
+        common::eventually(&format!("{call} goes on"), || program.count() > since);
+    }
 }
 
 /// Whatever clients ask of a process that waits in the driver, and whether they wait for the answer or hang up, the next one is served.

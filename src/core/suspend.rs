@@ -1,11 +1,11 @@
 //! Keeps the library out of the driver while another process checkpoints this one.
 //!
-//! While a process is checkpointed, every CUDA call in it blocks, including the library's own. So before that, the library's workers leave
-//! the driver and stay out, and the status is saved, so that the control socket can answer without the driver. The caller may die at any
-//! step. So the process's state is always read from the driver (`cuCheckpointProcessGetState`), never stored here.
+//! While a process is checkpointed, most CUDA calls in it block, including the library's own, and some end it. So before that, the library's
+//! workers leave the driver and stay out, the program's calls that would end it wait ([`away`]), and the status is saved, so that the control
+//! socket can answer without the driver. The caller may die at any step. So the process's state is always read from the driver (`cuCheckpointProcessGetState`), never stored here.
 
 use crate::events::{self, Event};
-use crate::gate;
+use crate::gate::{self, away};
 use crate::holder;
 use crate::memory::Memory;
 use crate::memory::sightings::Moment;
@@ -73,6 +73,10 @@ impl Memory {
                 save_status(None);
                 return Err(Error::Busy(CALLS));
             }
+            if let Err(stuck) = away::close(CALLS) {
+                self.awake();
+                return Err(Error::NotHeld(format!("after {} ms, {stuck}", CALLS.as_millis())));
+            }
             if is_gone() {
                 self.awake();
                 return Err(Error::Aborted("the client has hung up".into()));
@@ -86,6 +90,7 @@ impl Memory {
     pub fn awake(&self) {
         save_status(None);
         exit::unquiesce();
+        away::open();
         events::publish(Event::MayHaveMoved);
         // What is paused keeps it held.
         transition::stay();

@@ -17,6 +17,7 @@ use crate::{limited, peers, pools, proc_address, queries, ready, register, room,
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::ptr;
+use vramctl_core::gate::{Gated, away};
 use vramctl_core::memory::Binding;
 use vramctl_driver::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle as Handle, CUmemLocation,
@@ -116,13 +117,24 @@ macro_rules! guard {
     };
     (Synchronizes $symbol:ident $flavour:ident ($($argument:ident: $type:ty),*) { $($handler:ident)::+ unless $passes:expr }) => {
         pub unsafe extern "C-unwind" fn $symbol($($argument: $type),*) -> StatusCode {
-            // Outside `guarded`: a thread may be cancelled while it waits.
+            static GATED: Gated = Gated(stringify!($symbol));
+            // Outside `guarded`, and without a destructor: a thread may be cancelled while it waits. Its mark ends with it.
+            let mark = away::begin(&GATED);
             // SAFETY: the arguments are passed on unchanged.
             let answer = unsafe { driver_originals::$symbol($($argument),*) };
+            if let Some(mark) = mark {
+                mark.leave();
+            }
             if !$passes && copies::activate() {
                 guarded($($handler)::+);
             }
             answer
+        }
+    };
+    (Measures $symbol:ident $flavour:ident ($($argument:ident: $type:ty),*) $handler:tt) => {
+        pub unsafe extern "C-unwind" fn $symbol($($argument: $type),*) -> StatusCode {
+            away::wait();
+            guard! { @answer Measures $symbol $flavour ($($argument),*) $handler ptr::null() }
         }
     };
     (Allocates $symbol:ident $flavour:ident ($($argument:ident: $type:ty),*) $handler:tt) => {

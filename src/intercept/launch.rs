@@ -8,7 +8,7 @@ use crate::table::{Effect, Flavour};
 use crate::{gated_functions, reach, room};
 use std::ffi::c_void;
 use std::mem;
-use vramctl_core::gate::{self, Gated};
+use vramctl_core::gate::{self, Gated, Inside, away};
 use vramctl_core::memory::note_crossing;
 use vramctl_model::{StatusCode, code};
 
@@ -39,7 +39,7 @@ macro_rules! gated {
             pub unsafe extern "C" fn $symbol($($argument: usize),*) -> StatusCode {
                 // SAFETY: the driver's function takes these arguments, as `cuda.h` says.
                 unsafe {
-                    if let Some(driver) = functions::$symbol.original.known() && let Some(inside) = gate::enter(&functions::$symbol.gated) {
+                    if let Some(driver) = functions::$symbol.original.known() && let Some(inside) = enter(Effect::$effect, &functions::$symbol.gated) {
                         if let Effect::Crosses = Effect::$effect {
                             note_crossing();
                         }
@@ -88,6 +88,12 @@ macro_rules! as_function {
 
 gated_functions!(gated);
 
+/// Fast path: passes the gate, or what stands in its place.
+#[inline]
+fn enter(effect: Effect, gated: &'static Gated) -> Option<Inside> {
+    if effect == Effect::Asks { away::enter(gated) } else { gate::enter(gated) }
+}
+
 /// The slow path: the first call of a thread or of the function, a nested call, a closed gate.
 ///
 /// # Safety
@@ -131,14 +137,17 @@ unsafe fn call(function: &'static GatedFunction, arguments: &[usize]) -> StatusC
             }
         };
     }
-    // SAFETY: the caller's promise.
-    gate::pass(&function.gated, || unsafe {
+    let make = || {
         if function.effect == Effect::Crosses {
             note_crossing();
         }
-        by_count! {
-            (a) (a b) (a b c) (a b c d) (a b c d e) (a b c d e f) (a b c d e f g) (a b c d e f g h) (a b c d e f g h i)
-            (a b c d e f g h i j) (a b c d e f g h i j k)
+        // SAFETY: the caller's promise.
+        unsafe {
+            by_count! {
+                (a) (a b) (a b c) (a b c d) (a b c d e) (a b c d e f) (a b c d e f g) (a b c d e f g h) (a b c d e f g h i)
+                (a b c d e f g h i j) (a b c d e f g h i j k)
+            }
         }
-    })
+    };
+    if function.effect == Effect::Asks { away::pass(&function.gated, make) } else { gate::pass(&function.gated, make) }
 }

@@ -131,8 +131,12 @@ pub enum Effect {
     Signals,
     /// Describes work on memory: a graph or its nodes. Starts nothing, but the driver looks whether the memory is there.
     Describes,
-    /// Waits for work on the host. Its handler runs after it.
+    /// Waits for work on the host. Its handler runs after it. Waits for the driver to come back, too, as those that ask do.
     Synchronizes,
+    /// Asks for the free memory. Waits for the driver to come back.
+    Measures,
+    /// Asks, or orders, in a way that the driver does not block in a process that is checkpointed.
+    Asks,
     /// Loads code onto the device.
     Loads,
 }
@@ -258,7 +262,7 @@ macro_rules! driver_functions {
         Queries cuMemPoolGetAttribute "cuMemPoolGetAttribute" 11020 Plain
             (pool: *mut c_void, attribute: c_uint, value: *mut c_void) { pools::get_attribute(pool, attribute, value) };
         Queries cuMemPoolSetAttribute "cuMemPoolSetAttribute" 11020 Plain (pool: *mut c_void, attribute: c_uint, value: *mut c_void) { pools::set_attribute(pool, attribute) };
-        Queries cuMemGetInfo_v2 "cuMemGetInfo" 3020 Plain
+        Measures cuMemGetInfo_v2 "cuMemGetInfo" 3020 Plain
             (free: *mut usize, total: *mut usize) { alloc::mem_get_info(free, total) unless alloc::has_nothing_freed() && limited::is_unlimited() };
         Queries cuDeviceTotalMem_v2 "cuDeviceTotalMem" 3020 Plain
             (bytes: *mut usize, device: CUdevice) { limited::total_memory(bytes, device) unless limited::is_unlimited() };
@@ -333,6 +337,9 @@ macro_rules! driver_functions {
 ///
 /// Those that describe work start none. But the driver refuses nodes that copy or set memory that is not there (observed with 580), and graphs of
 /// captured sets, and a program that builds its graphs while it is held would get that error. Whether it looks at other nodes is its own affair.
+///
+/// Those that ask pass the gate, and wait only while another process has the driver checkpoint this one
+/// ([`away`](vramctl_core::gate::away)).
 ///
 /// The runtime has locks of its own, and may hold one when it makes such a call: it loads a kernel at its first launch. If a thread then
 /// waits at the gate, another thread's `cudaFree` or `cudaEventQuery` may wait for that lock until the program is resumed, although it
@@ -548,6 +555,16 @@ macro_rules! gated_functions {
             Describes cuGraphMemsetNodeSetParams "cuGraphMemsetNodeSetParams" 10000 Plain (a b);
             Describes cuGraphNodeSetParams "cuGraphNodeSetParams" 12020 Plain (a b);
             Describes cuGraphNodeSetParams_v2 "cuGraphNodeSetParams" 13040 Plain (a b);
+
+            Asks cuCtxWaitEvent "cuCtxWaitEvent" 12050 Plain (a b);
+            Asks cuEventElapsedTime "cuEventElapsedTime" 2000 Plain (a b c);
+            Asks cuEventElapsedTime_v2 "cuEventElapsedTime" 12080 Plain (a b c);
+            Asks cuEventQuery "cuEventQuery" 2000 Plain (a);
+            Asks cuGreenCtxWaitEvent "cuGreenCtxWaitEvent" 12040 Plain (a b);
+            Asks cuStreamQuery "cuStreamQuery" 2000 Plain (a);
+            Asks cuStreamQuery_ptsz "cuStreamQuery" 7000 PerThread (a);
+            Asks cuStreamWaitEvent "cuStreamWaitEvent" 3020 Plain (a b c);
+            Asks cuStreamWaitEvent_ptsz "cuStreamWaitEvent" 7000 PerThread (a b c);
 
             Loads cuFuncLoad "cuFuncLoad" 12040 Plain (a);
             Loads cuKernelGetFunction "cuKernelGetFunction" 12000 Plain (a b);

@@ -135,8 +135,6 @@ const NOT_GATED: &[(&str, &[&str])] = &[
             "cuDevicePrimaryCtxGetState",
             "cuDeviceTotalMem",
             "cuDriverGetVersion",
-            "cuEventQuery",
-            "cuEventElapsedTime",
             "cuFlushGPUDirectRDMAWrites",
             "cuGetErrorName",
             "cuGetErrorString",
@@ -184,7 +182,6 @@ const NOT_GATED: &[(&str, &[&str])] = &[
             "cuStreamGetId",
             "cuStreamGetPriority",
             "cuStreamIsCapturing",
-            "cuStreamQuery",
         ],
     ),
     // The driver may load code in these, too, if it is given a handle of `cuModuleEnumerateFunctions`, or a kernel in place of a function.
@@ -216,10 +213,7 @@ const NOT_GATED: &[(&str, &[&str])] = &[
         ],
     ),
     ("waits: threads in it are released when the work ends", &["cuCtxSynchronize", "cuEventSynchronize", "cuStreamSynchronize"]),
-    (
-        "orders work that others start, and touches no memory",
-        &["cuStreamWaitEvent", "cuEventRecord*", "cuCtxWaitEvent", "cuCtxRecordEvent", "cuGreenCtxRecordEvent", "cuGreenCtxWaitEvent"],
-    ),
+    ("orders work that others start, and touches no memory", &["cuEventRecord*", "cuCtxRecordEvent", "cuGreenCtxRecordEvent"]),
     (
         "is work of its stream, and passes the gate in its own handler",
         &["cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemMapArrayAsync"],

@@ -134,7 +134,8 @@ impl ThreadMark {
         make()
     }
 
-    fn wait_and_enter(&self, latch: &Latch, call: usize) {
+    /// Goes inside once the latch is open. The thread is not inside.
+    pub fn wait_and_enter(&self, latch: &Latch, call: usize) {
         loop {
             self.want(call);
             sync::fence(Ordering::SeqCst);

@@ -12,6 +12,7 @@
 //!
 //! Not covered: a fiber that is inside while its thread ends.
 
+pub mod away;
 mod closer;
 mod latch;
 #[cfg(test)]
@@ -41,6 +42,9 @@ pub struct Gated(pub &'static str);
 static THE_END: Gated = Gated("the program's end");
 
 static LATCH: Latch = Latch(AtomicU32::new(latch::OPEN));
+
+/// That of [`away`].
+static AWAY: Latch = Latch(AtomicU32::new(latch::OPEN));
 
 /// The thread is inside until this is dropped.
 #[derive(Debug)]
@@ -177,8 +181,12 @@ fn wait_at_the_end() {
 
 /// The functions that threads are inside, with the ids of the threads.
 fn inside() -> BTreeMap<&'static str, Vec<u32>> {
+    calls_of(threads::marks())
+}
+
+fn calls_of(marks: impl Iterator<Item = (&'static latch::ThreadMark, u32)>) -> BTreeMap<&'static str, Vec<u32>> {
     let mut calls = BTreeMap::<_, Vec<_>>::new();
-    for (mark, thread) in threads::marks() {
+    for (mark, thread) in marks {
         let Some(call) = mark.call() else { continue };
         // SAFETY: null, or a static.
         let gated = unsafe { ptr::with_exposed_provenance::<Gated>(call).as_ref() };

@@ -4,7 +4,7 @@
 //! because the library is loaded at program start. Rust cannot express that, hence the assembly.
 
 use super::latch::ThreadMark;
-use super::{LATCH, THE_END, number};
+use super::{AWAY, LATCH, THE_END, number};
 use std::arch::{asm, global_asm};
 use std::cell::Cell;
 use std::iter;
@@ -12,10 +12,13 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use vramctl_host::stack;
 
-/// A thread's slot: a mark in its own cache line. Never freed; reused by later threads.
+/// A thread's slot: its marks, in a cache line of their own. Never freed; reused by later threads.
 #[repr(align(128))]
 struct Slot {
+    /// For the gate.
     mark: ThreadMark,
+    /// For [`super::away`].
+    away: ThreadMark,
     /// The thread's id, for messages.
     thread: AtomicU32,
     /// Whether a thread uses it.
@@ -94,20 +97,37 @@ fn set_own(slot: *const Slot) {
     }
 }
 
+/// This thread's slot, if it has one.
+#[inline]
+fn known() -> Option<&'static Slot> {
+    // SAFETY: null, or one of `SLOTS`, which are never freed.
+    unsafe { own().as_ref() }
+}
+
 /// This thread's mark, if it has one.
 #[inline]
 pub fn known_mark() -> Option<&'static ThreadMark> {
-    // SAFETY: null, or one of `SLOTS`, which are never freed.
-    unsafe { own().as_ref().map(|slot| &slot.mark) }
+    known().map(|slot| &slot.mark)
+}
+
+/// This thread's mark for [`super::away`], if it has one.
+#[inline]
+pub fn known_away_mark() -> Option<&'static ThreadMark> {
+    known().map(|slot| &slot.away)
 }
 
 /// This thread's mark. `None` while its destructors run.
 pub fn mark() -> Option<&'static ThreadMark> {
-    known_mark().or_else(take)
+    known().or_else(take).map(|slot| &slot.mark)
+}
+
+/// This thread's mark for [`super::away`]. `None` while its destructors run.
+pub fn away_mark() -> Option<&'static ThreadMark> {
+    known().or_else(take).map(|slot| &slot.away)
 }
 
 #[cold]
-fn take() -> Option<&'static ThreadMark> {
+fn take() -> Option<&'static Slot> {
     thread_local! {
         /// Gives the slot back when the thread ends.
         static OWNED: Cell<Option<Owned>> = const { Cell::new(None) };
@@ -123,7 +143,7 @@ fn take() -> Option<&'static ThreadMark> {
     if ENDING.load(Ordering::Relaxed) == stack::thread_id() {
         slot.mark.stay_inside(number(&THE_END));
     }
-    Some(&slot.mark)
+    Some(slot)
 }
 
 /// Calls `make` with this thread's mark. While the thread's destructors run, nothing would give back a mark that it kept, so it gets one until
@@ -190,6 +210,7 @@ impl Slot {
     /// Clears the mark: a thread that ends inside a call never leaves it.
     fn give_back(&self) {
         self.mark.clear();
+        self.away.clear();
         self.taken.store(false, Ordering::Release);
     }
 }
@@ -198,6 +219,7 @@ impl Slot {
 fn add() -> &'static Slot {
     let slot = Box::into_raw(Box::new(Slot {
         mark: ThreadMark::new(),
+        away: ThreadMark::new(),
         thread: AtomicU32::new(0),
         taken: AtomicBool::new(true),
         next: ptr::null(),
@@ -222,6 +244,11 @@ pub fn marks() -> impl Iterator<Item = (&'static ThreadMark, u32)> {
     slots().map(|slot| (&slot.mark, slot.thread.load(Ordering::Relaxed)))
 }
 
+/// The same for [`super::away`].
+pub fn away_marks() -> impl Iterator<Item = (&'static ThreadMark, u32)> {
+    slots().map(|slot| (&slot.away, slot.thread.load(Ordering::Relaxed)))
+}
+
 /// A forked child has one thread, and nobody in it has closed the gate.
 pub fn start_clean_in_children() {
     extern "C" fn start_clean() {
@@ -234,6 +261,7 @@ pub fn start_clean_in_children() {
             }
         }
         LATCH.open();
+        AWAY.open();
         super::set_opened_by_calls(false);
     }
     static DONE: AtomicBool = AtomicBool::new(false);
