@@ -6,7 +6,10 @@
 //! - The context is measured once after its creation: what NVML reports for the process then, less what has been charged. Where NVML cannot
 //!   identify the process, as in some containers, the context does not count.
 //!
-//! Charging is one atomic operation: threads that race for the last bytes never exceed the limit together. Without a limit, nothing is counted.
+//! Charging is one atomic operation: threads that race for the last bytes never exceed the limit together.
+//!
+//! A program that shares its GPUs is shown what others leave to it beside what it has itself, so that is counted without a limit, too. In other
+//! programs without a limit, nothing is.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -15,38 +18,58 @@ use std::sync::{Mutex, MutexGuard};
 use vramctl_config::Config;
 use vramctl_driver::{self as driver, CUdevice, Context, Current};
 use vramctl_host::{PerProcess, Unpoison};
-use vramctl_model::{Bytes, Error, Limit, OverLimit};
+use vramctl_model::{Bytes, Limit, OverLimit};
 
-/// Whether this process has a limit.
+/// Whether this process's memory is counted: it has a limit, or shares its GPUs.
 #[inline]
-pub fn is_set() -> bool {
-    Config::get().limit.is_some()
+pub fn counts() -> bool {
+    let config = Config::get();
+    config.limit.is_some() || config.shares
 }
 
 /// The limit that somebody has set since the start.
 static NEW: PerProcess<Mutex<Option<Limit>>> = PerProcess::new(Mutex::default);
 
-/// Sets another limit. What the process has already stays, whatever the limit. Without a limit at its start, nothing has been counted.
-pub(crate) fn set(limit: Limit) -> Result<(), Error> {
-    if !is_set() {
-        return Err(Error::Invalid(
-            "this process was started without a limit, so nothing has been counted: start it with `--limit`".into(),
-        ));
-    }
+/// Sets another limit of a program that shares its GPUs. What the process has already stays, whatever the limit.
+pub(crate) fn set(limit: Limit) {
     *NEW.get().lock().unpoisoned() = Some(limit);
     for budget in BUDGETS.existing().into_iter().flatten() {
         if let Ok(total) = driver::total_memory(budget.device) {
             budget.limit.store(limit.of(total), Ordering::Relaxed);
         }
     }
-    Ok(())
+}
+
+/// What no program gets that shares a GPU, as the scheduler has last said.
+#[derive(Debug, Clone, Copy)]
+pub struct Unavailable {
+    /// Bytes that are kept free.
+    pub reserve: u64,
+    /// Bytes that programs have that do not share.
+    pub others: u64,
+}
+
+static UNAVAILABLE: PerProcess<Mutex<BTreeMap<String, Unavailable>>> = PerProcess::new(Mutex::default);
+
+pub(crate) fn set_unavailable(reserve: u64, gpus: BTreeMap<String, u64>) {
+    let of = |(uuid, others)| (uuid, Unavailable { reserve, others });
+    *UNAVAILABLE.get().lock().unpoisoned() = gpus.into_iter().map(of).collect();
+}
+
+/// What no program gets that shares a device; `None` if no scheduler has said it yet.
+pub fn unavailable(device: CUdevice) -> Option<Unavailable> {
+    UNAVAILABLE.existing()?.lock().unpoisoned().get(&driver::uuid(device)?).copied()
 }
 
 /// One for each device that the process sees, by ordinal.
 static BUDGETS: PerProcess<Vec<Budget>> = PerProcess::new(|| driver::devices().filter_map(Budget::of).collect());
 
+/// More than any device has.
+const NONE: u64 = u64::MAX;
+
 struct Budget {
     device: CUdevice,
+    /// [`NONE`] without a limit.
     limit: AtomicU64,
     counted: AtomicU64,
     /// Whether the context has been measured, or is being measured.
@@ -91,14 +114,14 @@ impl Drop for Charge {
 pub struct Taken {
     /// The device.
     pub device: CUdevice,
-    /// The limit in bytes.
-    pub limit: u64,
-    /// Bytes that count against it.
+    /// The limit in bytes; `None`: there is none.
+    pub limit: Option<u64>,
+    /// Bytes that count against it, or would.
     pub counted: u64,
 }
 
 fn budget(device: CUdevice) -> Option<&'static Budget> {
-    if !is_set() {
+    if !counts() {
         return None;
     }
     BUDGETS.get().iter().find(|budget| budget.device == device)
@@ -187,7 +210,7 @@ fn used() -> impl Iterator<Item = &'static Budget> {
     BUDGETS.existing().into_iter().flatten().filter(|budget| budget.counted.load(Ordering::Relaxed) > 0)
 }
 
-/// How much of a device's limit is taken. `None` without a limit.
+/// How much of a device's limit is taken. `None` if nothing is counted.
 pub fn taken(device: CUdevice) -> Option<Taken> {
     budget(device).map(Budget::taken)
 }
@@ -199,16 +222,16 @@ pub(crate) fn all_taken() -> Vec<Taken> {
 
 /// Whether the limit leaves room for so many bytes.
 pub(crate) fn has_room(device: CUdevice, bytes: u64) -> bool {
-    taken(device).is_none_or(|taken| taken.counted.saturating_add(bytes) <= taken.limit)
+    taken(device).is_none_or(|taken| taken.limit.is_none_or(|limit| taken.counted.saturating_add(bytes) <= limit))
 }
 
 impl Budget {
     fn of(device: CUdevice) -> Option<Self> {
         let total = driver::total_memory(device).ok()?;
-        let limit = (*NEW.get().lock().unpoisoned()).or(Config::get().limit)?;
+        let limit = (*NEW.get().lock().unpoisoned()).or(Config::get().limit);
         Some(Self {
             device,
-            limit: AtomicU64::new(limit.of(total)),
+            limit: AtomicU64::new(limit.map_or(NONE, |limit| limit.of(total))),
             counted: AtomicU64::new(0),
             is_context_known: AtomicBool::new(false),
             context: Mutex::default(),
@@ -225,7 +248,8 @@ impl Budget {
     }
 
     fn taken(&self) -> Taken {
-        Taken { device: self.device, limit: self.limit(), counted: self.counted.load(Ordering::Relaxed) }
+        let limit = Some(self.limit()).filter(|limit| *limit != NONE);
+        Taken { device: self.device, limit, counted: self.counted.load(Ordering::Relaxed) }
     }
 
     fn try_charge(&'static self, bytes: u64) -> Option<Charge> {
@@ -241,8 +265,8 @@ impl Budget {
 
     fn refusal(&self, needed: u64) -> OverLimit {
         let context = self.context.lock().unpoisoned().as_ref().map_or(0, |(_, charge)| charge.bytes);
-        let Taken { device, limit, counted } = self.taken();
-        OverLimit { device, uuid: driver::uuid(device), needed, limit, counted, context }
+        let Taken { device, counted, .. } = self.taken();
+        OverLimit { device, uuid: driver::uuid(device), needed, limit: self.limit(), counted, context }
     }
 
     /// Forgets the context if it has ended, and reads how large the pools are.

@@ -1,6 +1,5 @@
 //! The status of this process, by tag and by device.
 
-use crate::limit::Taken;
 use crate::memory::{Memory, PausedBy, Released, State, UnderWay, borrow, communicators, limited, unmanaged};
 use crate::suspend::saved_status;
 use crate::transition::passing_by;
@@ -162,7 +161,8 @@ impl Memory {
                 None => device.guard_bytes = bytes,
             }
         }
-        for Taken { device: ordinal, limit, counted } in limited::all_taken() {
+        let limits = limited::all_taken().into_iter().filter_map(|taken| Some((taken.device, taken.limit?, taken.counted)));
+        for (ordinal, limit, counted) in limits {
             let device = devices.entry(ordinal).or_insert_with(|| DeviceStatus { device: ordinal, ..DeviceStatus::default() });
             (device.limit_bytes, device.counted_bytes) = (Some(limit), counted);
         }

@@ -118,7 +118,7 @@ pub unsafe fn malloc_3d(call: &mut Call, pitched: *mut CudaPitchedPtr, extent: C
 
 /// Unified memory is always left to CUDA: it migrates by itself, so its share on the device is unknown. With a limit, all of it counts.
 pub unsafe fn malloc_managed(call: &mut Call, pointer: *mut CUdeviceptr, bytes: usize) -> StatusCode {
-    if limited::is_unlimited() || pointer.is_null() {
+    if limited::is_uncounted() || pointer.is_null() {
         return forward_reported(call, bytes, None, forward);
     }
     // SAFETY: as in `malloc`.
@@ -156,7 +156,7 @@ pub fn free_async(call: &mut Call, pointer: CUdeviceptr, stream: StreamHandle) -
 /// Charges a request that CUDA serves, if need be once more after releasing what has been freed in stream order. If the limit refuses the request,
 /// that is reported.
 pub fn admit(call: &Call, device: CUdevice, bytes: usize, charge: impl Fn() -> Result<Admitted, Error>) -> Result<Admitted, StatusCode> {
-    if limited::is_unlimited() || reentrancy::is_nested() {
+    if limited::is_uncounted() || reentrancy::is_nested() {
         return Ok(Admitted::default());
     }
     let memory = Memory::existing();
@@ -174,7 +174,7 @@ pub fn admit(call: &Call, device: CUdevice, bytes: usize, charge: impl Fn() -> R
 
 /// The same for a request to the calling thread's device or to a pool.
 fn admit_from(call: &Call, bytes: usize, source: Source) -> Result<Admitted, StatusCode> {
-    if limited::is_unlimited() || reentrancy::is_nested() {
+    if limited::is_uncounted() || reentrancy::is_nested() {
         return Ok(Admitted::default());
     }
     let current = match source.stream() {
@@ -208,7 +208,7 @@ pub fn forward_unmanaged(
     if reentrancy::is_nested() {
         return forward_nested(call, bytes, device);
     }
-    if is_small(bytes) && (limited::is_unlimited() || bytes == 0) {
+    if is_small(bytes) && (limited::is_uncounted() || bytes == 0) {
         return forward_reported(call, bytes, device, real);
     }
     let caller = call.caller();
@@ -272,7 +272,7 @@ fn asker(caller: *const c_void) -> &'static str {
 /// next request.
 #[inline]
 pub fn can_forward(bytes: usize) -> bool {
-    is_small(bytes) && limited::is_unlimited() && !events::is_retry_expected() && !member::is_member()
+    is_small(bytes) && limited::is_uncounted() && !events::is_retry_expected() && !member::is_member()
 }
 
 /// Whether a free can go straight to the real function: the address is not known here.

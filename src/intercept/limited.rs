@@ -8,10 +8,10 @@ use vramctl_core::memory::limited;
 use vramctl_driver::{CUdevice, Current};
 use vramctl_model::{Error, Shown, StatusCode, code};
 
-/// Whether this process has no limit.
+/// Whether this process's memory is not counted: it has no limit, and does not share its GPUs.
 #[inline]
-pub fn is_unlimited() -> bool {
-    !limit::is_set()
+pub fn is_uncounted() -> bool {
+    !limit::counts()
 }
 
 /// What a request that CUDA serves counts.
@@ -54,10 +54,10 @@ pub unsafe fn show(free: *mut usize, total: *mut usize) {
 pub unsafe fn total_memory(call: &mut Call, bytes: *mut usize, device: CUdevice) -> StatusCode {
     let answer = call.real();
     if answer == code::SUCCESS
-        && let Some(taken) = limit::taken(device)
+        && let Some(limit) = limit::taken(device).and_then(|taken| taken.limit)
     {
         // SAFETY: written by the real function.
-        unsafe { *bytes = (*bytes).min(taken.limit as usize) };
+        unsafe { *bytes = (*bytes).min(limit as usize) };
     }
     answer
 }

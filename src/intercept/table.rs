@@ -179,18 +179,18 @@ macro_rules! driver_functions {
         Allocates cuMemCreate "cuMemCreate" 10020 Plain
             (handle: *mut Handle, bytes: usize, properties: *const CUmemAllocationProp, flags: c_ulonglong) { vmm::create(handle, bytes, properties, flags) };
         Allocates cuArrayCreate_v2 "cuArrayCreate" 3020 Plain
-            (array: *mut *mut c_void, descriptor: *const c_void) { arrays::create(array, descriptor.cast()) unless limited::is_unlimited() };
+            (array: *mut *mut c_void, descriptor: *const c_void) { arrays::create(array, descriptor.cast()) unless limited::is_uncounted() };
         Allocates cuArray3DCreate_v2 "cuArray3DCreate" 3020 Plain
-            (array: *mut *mut c_void, descriptor: *const c_void) { arrays::create_3d(array, descriptor.cast(), 1) unless limited::is_unlimited() };
+            (array: *mut *mut c_void, descriptor: *const c_void) { arrays::create_3d(array, descriptor.cast(), 1) unless limited::is_uncounted() };
         Allocates cuMipmappedArrayCreate "cuMipmappedArrayCreate" 5000 Plain
-            (array: *mut *mut c_void, descriptor: *const c_void, levels: c_uint) { arrays::create_3d(array, descriptor.cast(), levels) unless limited::is_unlimited() };
+            (array: *mut *mut c_void, descriptor: *const c_void, levels: c_uint) { arrays::create_3d(array, descriptor.cast(), levels) unless limited::is_uncounted() };
         Allocates cuMemAllocManaged "cuMemAllocManaged" 6000 Plain (pointer: *mut CUdeviceptr, bytes: usize, flags: c_uint) { alloc::mem_alloc_managed(pointer, bytes) };
 
         Frees cuMemFree_v2 "cuMemFree" 3020 Plain (pointer: CUdeviceptr) { alloc::free(pointer) unless alloc::is_unknown(pointer) };
         Frees cuMemFreeAsync "cuMemFreeAsync" 11020 Plain (pointer: CUdeviceptr, stream: StreamHandle) { alloc::free_async(pointer, stream) };
         Frees cuMemFreeAsync_ptsz "cuMemFreeAsync" 11020 PerThread (pointer: CUdeviceptr, stream: StreamHandle) { alloc::free_async(pointer, stream) };
-        Frees cuArrayDestroy "cuArrayDestroy" 2000 Plain (array: *mut c_void) { arrays::destroy(array) unless limited::is_unlimited() };
-        Frees cuMipmappedArrayDestroy "cuMipmappedArrayDestroy" 5000 Plain (array: *mut c_void) { arrays::destroy(array) unless limited::is_unlimited() };
+        Frees cuArrayDestroy "cuArrayDestroy" 2000 Plain (array: *mut c_void) { arrays::destroy(array) unless limited::is_uncounted() };
+        Frees cuMipmappedArrayDestroy "cuMipmappedArrayDestroy" 5000 Plain (array: *mut c_void) { arrays::destroy(array) unless limited::is_uncounted() };
         Frees cuMemRelease "cuMemRelease" 10020 Plain (handle: Handle) { vmm::release(handle) };
 
         Maps cuMemAddressReserve "cuMemAddressReserve" 10020 Plain
@@ -263,9 +263,9 @@ macro_rules! driver_functions {
             (pool: *mut c_void, attribute: c_uint, value: *mut c_void) { pools::get_attribute(pool, attribute, value) };
         Queries cuMemPoolSetAttribute "cuMemPoolSetAttribute" 11020 Plain (pool: *mut c_void, attribute: c_uint, value: *mut c_void) { pools::set_attribute(pool, attribute) };
         Measures cuMemGetInfo_v2 "cuMemGetInfo" 3020 Plain
-            (free: *mut usize, total: *mut usize) { alloc::mem_get_info(free, total) unless alloc::has_nothing_freed() && limited::is_unlimited() };
+            (free: *mut usize, total: *mut usize) { alloc::mem_get_info(free, total) unless alloc::has_nothing_freed() && limited::is_uncounted() };
         Queries cuDeviceTotalMem_v2 "cuDeviceTotalMem" 3020 Plain
-            (bytes: *mut usize, device: CUdevice) { limited::total_memory(bytes, device) unless limited::is_unlimited() };
+            (bytes: *mut usize, device: CUdevice) { limited::total_memory(bytes, device) unless limited::is_uncounted() };
 
         Synchronizes cuCtxSynchronize "cuCtxSynchronize" 2000 Plain () { alloc::synchronised unless alloc::has_nothing_freed() };
         Synchronizes cuCtxSynchronize_v2 "cuCtxSynchronize" 13000 Plain (context: ContextHandle) { alloc::synchronised unless alloc::has_nothing_freed() };

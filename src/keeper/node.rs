@@ -66,6 +66,8 @@ pub struct Node {
     /// The programs of changes under way.
     moving: BTreeMap<ChangeId, BTreeSet<ProgramId>>,
     asks_first: BTreeSet<String>,
+    /// Bytes of each GPU that programs have that do not share, as members know them.
+    unavailable: PerGpu,
     /// With who has given way for which reason.
     changes: Vec<(ChangeId, Instant, Vec<Why>, ChangeView)>,
     wake: Option<Duration>,
@@ -108,6 +110,7 @@ impl Node {
             holdings: BTreeMap::new(),
             moving: BTreeMap::new(),
             asks_first: BTreeSet::new(),
+            unavailable: PerGpu::new(),
             changes: Vec::new(),
             wake: None,
             sender,
@@ -243,6 +246,7 @@ impl Node {
         let mut line = line;
         line.order(Order::Beat);
         line.order(Order::AskFirst { gpus: self.asks_first.iter().cloned().collect() });
+        line.order(self.unavailable());
         self.members.insert(pid, Member { program, name, state, paused, settings, partners: BTreeSet::new(), memo: None, line });
         self.learn_of_gpus();
         self.step(Event::Joined(Box::new(report)));
@@ -387,13 +391,35 @@ impl Node {
 
     fn learn_of_gpus(&mut self) {
         let members: Vec<_> = self.members.keys().copied().collect();
+        let mut unavailable = PerGpu::new();
         for (gpu, total, unmanaged) in self.gpus.unmanaged(&members) {
+            unavailable.insert(gpu, unmanaged);
             self.step(Event::Gpu { gpu, total, unmanaged });
         }
+        self.tell_what_is_unavailable(&unavailable);
         // What members have and do not use is released when it is needed.
         let statuses = self.members.keys().filter_map(|pid| self.statuses.get(pid));
         let taken: u64 = statuses.map(|status| status.memory.host.used_bytes.max(status.memory.host.ready_bytes)).sum();
         self.step(Event::Host { room: taken.saturating_add(limits::spare_bytes()), files: 0 });
+    }
+
+    /// Programs size themselves by the free memory that they are shown: what is not available to any of them is not free.
+    fn tell_what_is_unavailable(&mut self, bytes: &PerGpu) {
+        /// Less is not worth a word.
+        const MUCH: u64 = 32 << 20;
+        let differs = |told: Option<&u64>, bytes: &u64| told.is_none_or(|told| told.abs_diff(*bytes) >= MUCH);
+        if !bytes.iter().any(|(gpu, bytes)| differs(self.unavailable.get(gpu), bytes)) {
+            return;
+        }
+        self.unavailable.clone_from(bytes);
+        let order = self.unavailable();
+        for member in self.members.values_mut() {
+            member.line.order(order.clone());
+        }
+    }
+
+    fn unavailable(&self) -> Order {
+        Order::Unavailable { reserve_bytes: self.state.policy().reserve, gpus: self.gpus.named(&self.unavailable) }
     }
 
     /// Limits, which members have once they use a GPU, and who has whose memory open.

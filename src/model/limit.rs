@@ -58,9 +58,7 @@ pub struct Share {
     pub total: u64,
     /// The most that the process may take, if it has a limit.
     pub limit: Option<u64>,
-    /// What is kept free of the GPU.
-    pub reserve: u64,
-    /// What others have that will not make way for this process.
+    /// What others have that will not make way for this process, and what is kept free.
     pub others: u64,
     /// What the process itself has, also while that is away.
     pub own: u64,
@@ -79,7 +77,7 @@ impl Share {
     /// What the process is shown.
     pub fn shown(&self) -> Shown {
         let total = self.limit.map_or(self.total, |limit| limit.min(self.total));
-        let left = self.total.saturating_sub(self.reserve).saturating_sub(self.others);
+        let left = self.total.saturating_sub(self.others);
         Shown { free: total.min(left).saturating_sub(self.own), total }
     }
 }
@@ -139,18 +137,17 @@ mod tests {
 
     #[test]
     fn a_process_is_shown_what_it_can_get() {
-        let share = |limit: Option<u64>, reserve, others, own| Share { total: 80, limit, reserve, others, own }.shown();
+        let share = |limit: Option<u64>, others, own| Share { total: 80, limit, others, own }.shown();
         for (name, shown, free, total) in [
-            ("without a limit, what the GPU has", share(None, 0, 30, 20), 30, 80),
-            ("nothing is taken yet", share(Some(50), 0, 0, 0), 50, 50),
-            ("its own counts", share(Some(50), 0, 0, 20), 30, 50),
-            ("others have so much that the limit cannot be had", share(Some(50), 0, 40, 20), 20, 50),
-            ("a reserve is as others' memory", share(Some(50), 10, 30, 20), 20, 50),
-            ("the limit is taken", share(Some(50), 0, 0, 50), 0, 50),
-            ("its context is larger than the limit", share(Some(5), 0, 0, 7), 0, 5),
-            ("others have all", share(Some(50), 0, 90, 0), 0, 50),
-            ("a reserve larger than the GPU", share(None, 90, 0, 0), 0, 80),
-            ("a limit larger than the GPU", share(Some(90), 0, 0, 10), 70, 80),
+            ("without a limit, what the GPU has", share(None, 30, 20), 30, 80),
+            ("nothing is taken yet", share(Some(50), 0, 0), 50, 50),
+            ("its own counts", share(Some(50), 0, 20), 30, 50),
+            ("others have so much that the limit cannot be had", share(Some(50), 40, 20), 20, 50),
+            ("the limit is taken", share(Some(50), 0, 50), 0, 50),
+            ("its context is larger than the limit", share(Some(5), 0, 7), 0, 5),
+            ("others have all", share(Some(50), 90, 0), 0, 50),
+            ("others have more than the GPU has", share(None, 90, 0), 0, 80),
+            ("a limit larger than the GPU", share(Some(90), 0, 10), 70, 80),
         ] {
             assert_eq!(shown, Shown { free, total }, "{name}");
         }

@@ -168,6 +168,13 @@ pub enum Order {
         /// Their UUIDs.
         gpus: Vec<String>,
     },
+    /// What no member gets of these GPUs. Replaces what was said before.
+    Unavailable {
+        /// Bytes of each that are kept free.
+        reserve_bytes: u64,
+        /// Bytes that programs have that do not share, by the GPUs' UUIDs.
+        gpus: BTreeMap<String, u64>,
+    },
     /// Why the program's calls and requests still wait.
     Waits {
         /// In words.

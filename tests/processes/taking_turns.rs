@@ -1,6 +1,7 @@
 //! Programs that share a GPU by themselves (`vramctl run --share`): nobody gives a command, and each of them answers as if it were alone.
 
 use crate::common::machine::{Machine, Program, Ran};
+use crate::common::sharing::PROGRAM;
 use crate::common::{cases, eventually, programs};
 use crate::swap::SmallHost;
 use serde_json::{Value, json};
@@ -96,6 +97,38 @@ fn programs_that_do_not_fit_together_answer_as_if_alone() {
     for (at, asked) in asked.iter().enumerate() {
         check_answers(&machine, at, asked);
     }
+}
+
+/// Programs size themselves by the free memory that they are shown, as vLLM does at its start, when others may just be loading. What others have that
+/// share the GPU makes way, so it counts as free; what programs have that do not share does not.
+#[test]
+fn a_program_is_shown_as_free_what_others_make_way_for() {
+    const INFO: &str = "(lambda free, all: (cuda.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(all)), free.value >> 20, all.value >> 20))(ctypes.c_size_t(), ctypes.c_size_t())";
+    let machine = Machine::with(1, "1G");
+    let start = |name| Program::ready(&mut machine.cli(&["run", "--share", "--name", name, "--", "python3", "-c", PROGRAM]));
+    let free = |program: &mut Program| {
+        let shown = program.ask(INFO);
+        let figures: Vec<u64> = shown.trim_matches(['(', ')']).split(", ").map(|word| word.parse().unwrap()).collect();
+        assert_eq!((figures[0], figures[2]), (0, 1024), "{shown}");
+        figures[1]
+    };
+    let [mut first, mut second] = ["first", "second"].map(start);
+    first.number("malloc(600 << 20)");
+    // A fiftieth is kept free.
+    eventually("what the first has counts as free", || (900..=1024 - 20).contains(&free(&mut second)));
+    let before = free(&mut second);
+    second.number("malloc(300 << 20)");
+    assert_eq!(before - free(&mut second), 300);
+    // Also while it is away.
+    second.number("malloc(500 << 20)");
+    assert_eq!(before - free(&mut second), 800);
+    first.ask("1");
+    assert!((300..=1024 - 20 - 600).contains(&free(&mut first)));
+    drop(second);
+    let hog = machine.hog(0, 200);
+    eventually("what does not share is not free", || free(&mut first) < 1024 - 20 - 600 - 200);
+    drop(hog);
+    eventually("it is free again", || free(&mut first) > 1024 - 20 - 600 - 100);
 }
 
 /// Two programs that each need 0.65 of the GPU exchange what is missing, and the rest stays where it is.

@@ -151,7 +151,7 @@ fn how_a_running_program_shares_can_be_changed() {
     assert_eq!([asking.ask("take 44"), asking.ask("error")], ["0", "0"]);
     let seen = eventually_is(&machine, &asking, "priority", "low");
     assert_eq!(seen["place"], "in place");
-    machine.vramctl("share idle --limit 20M").expect(1, "", "started without a limit");
+    machine.vramctl("share idle --limit 80M").expect(0, "at most 80M of each GPU", "");
     machine.vramctl("share asking").expect(2, "", "what is to change?");
     machine.vramctl("share").expect(0, "turns of 2.0 s", "");
     // Idle, it gives all of its memory back, although nobody asks for it.

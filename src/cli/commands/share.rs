@@ -29,7 +29,7 @@ pub struct Args {
     /// From now on: idle for so many seconds, give the memory back even if nobody asks; 0: never
     #[arg(long, value_name = "SECONDS")]
     idle: Option<u32>,
-    /// From now on, in a program that was started with one: the most memory of each GPU, such as 20G or 25%
+    /// From now on: the most memory of each GPU, such as 20G or 25%
     #[arg(long, value_name = "SIZE|PERCENT", value_parser = checked_limit)]
     limit: Option<String>,
     /// Print JSON; with a setting: {"processes": [{"pid", "name", "sharing" or "error"}]}

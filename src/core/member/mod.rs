@@ -81,7 +81,7 @@ pub fn share_so(new: Sharing) -> Result<Sharing, Error> {
         return Err(not_a_member());
     }
     if let Some(limit) = &new.limit {
-        limit::set(limit.parse().map_err(Error::Invalid)?)?;
+        limit::set(limit.parse().map_err(Error::Invalid)?);
     }
     let mut sharing = MEMBERSHIP.get().sharing.lock().unpoisoned();
     let Sharing { priority, gives_back_after_ms, limit } = new;
@@ -185,6 +185,7 @@ fn obey(line: &[u8]) -> Result<(), Error> {
             tell();
         }
         Request::Order(Order::AskFirst { gpus }) => room::promise(&gpus),
+        Request::Order(Order::Unavailable { reserve_bytes, gpus }) => limit::set_unavailable(reserve_bytes, gpus),
         Request::Order(Order::Remember { what }) => *MEMBERSHIP.get().remembered.lock().unpoisoned() = Some((what, Instant::now())),
         Request::Order(Order::DropCopies) => {
             if let Some(memory) = Memory::existing() {

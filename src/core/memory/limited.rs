@@ -40,7 +40,9 @@ fn or_again<T>(device: CUdevice, charge: impl Fn() -> Result<T, OverLimit>) -> R
     })
 }
 
-/// What the program is shown of a device that has so many bytes free and in all. `None` without a limit.
+/// What the program is shown of a device that has so many bytes free and in all. `None`: that.
+///
+/// In a program that shares its GPUs, what others have that share them, too, makes way for it, so that counts as free.
 pub fn shown(device: CUdevice, free: u64, total: u64) -> Option<Shown> {
     limit::taken(device)?;
     unmanaged::forget_gone();
@@ -48,7 +50,9 @@ pub fn shown(device: CUdevice, free: u64, total: u64) -> Option<Shown> {
     let taken = limit::taken(device)?;
     let away = Memory::existing().map_or(0, |memory| memory.away_on(device));
     let others = total.saturating_sub(free).saturating_sub(taken.counted.saturating_sub(away));
-    Some(Share { total, limit: Some(taken.limit), reserve: 0, others, own: taken.counted }.shown())
+    // The scheduler looks when programs come, wait or change places: some of it may have become free since.
+    let others = limit::unavailable(device).map_or(others, |told| told.reserve + told.others.min(others));
+    Some(Share { total, limit: taken.limit, others, own: taken.counted }.shown())
 }
 
 /// How much of its limit the process has taken of each device that it uses.

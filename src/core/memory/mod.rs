@@ -470,7 +470,8 @@ impl Memory {
 /// Whether a device, the current one, and the limit are as large.
 fn could_fit(device: CUdevice, bytes: usize) -> bool {
     let bytes = bytes as u64;
-    driver::memory_info().is_ok_and(|(_, total)| bytes <= total) && limit::taken(device).is_none_or(|taken| bytes <= taken.limit)
+    driver::memory_info().is_ok_and(|(_, total)| bytes <= total)
+        && limit::taken(device).and_then(|taken| taken.limit).is_none_or(|limit| bytes <= limit)
 }
 
 /// An error while the library's driver calls wait because the process is suspended. Under the transition lock, that does not change.
