@@ -121,7 +121,9 @@ impl Save {
         checkpoint.check_restorable(&request, reporter).map_err(|failure| failure.adding(". Nothing has changed"))?;
         let program = named(&checkpoint, &tree);
         let looked = look_at(&mut tree, &directory);
-        let (look, obstacles) = looked.map_err(|error| cannot(&format!("{program} cannot be looked at: {error}")))?;
+        let looked = looked.map_err(|error| cannot(&format!("{program} cannot be looked at: {error}")))?;
+        let come_and_go = || CommandError::new(Exit::Busy, "at every attempt, a process had just started or ended. The program goes on");
+        let (look, obstacles) = looked.ok_or_else(come_and_go)?;
         if !obstacles.is_empty() {
             return Err(cannot(&format!("{program} cannot be saved: {}", obstacles.join("; "))));
         }
@@ -174,21 +176,35 @@ impl Save {
     }
 }
 
-/// What has been seen of a program, and what is in the way. If there is something, all of the program is looked at once more: it may have been of a process
-/// that has just begun, or has ended since.
-fn look_at(tree: &mut Tree, directory: &Directory) -> io::Result<(Look, Vec<String>)> {
+/// What has been seen of a program, and what is in the way. `None`: at every attempt, something else was.
+fn look_at(tree: &mut Tree, directory: &Directory) -> io::Result<Option<(Look, Vec<String>)>> {
     /// How often, if it starts processes all the time.
     const TRIES: usize = 10;
     let cards = driver::cards().unwrap_or_default();
-    for _ in 1..TRIES {
+    let mut before = Obstacles::default();
+    for _ in 0..TRIES {
         let (look, obstacles) = all_in_the_way(tree, &cards)?;
-        let now = Tree::of(tree.root(), &listening(directory));
-        if obstacles.is_empty() || now == *tree {
-            return Ok((look, obstacles));
+        if let Some(stands) = before.standing(obstacles) {
+            return Ok(Some((look, stands)));
         }
-        *tree = now;
+        *tree = Tree::of(tree.root(), &listening(directory));
     }
-    all_in_the_way(tree, &cards)
+    Ok(None)
+}
+
+/// What has been in the way at the last look.
+#[derive(Default)]
+struct Obstacles(Vec<String>);
+
+impl Obstacles {
+    /// Those that are still there; none if nothing is in the way now. `None`: all are new. What is seen once may be of a process that has just begun,
+    /// or has ended since.
+    fn standing(&mut self, now: Vec<String>) -> Option<Vec<String>> {
+        let stand: Vec<_> = now.iter().filter(|one| self.0.contains(one)).cloned().collect();
+        let is_known = now.is_empty() || !stand.is_empty();
+        self.0 = now;
+        is_known.then_some(stand)
+    }
 }
 
 fn all_in_the_way(tree: &Tree, cards: &[driver::Card]) -> io::Result<(Look, Vec<String>)> {
@@ -415,12 +431,14 @@ impl Run<'_> {
     }
 
     /// Looks at the processes again, now that neither the driver's files nor the library's should be open.
-    fn look(&self) -> Result<Look, CommandError> {
+    /// `None`: something is in the way that was not there before.
+    fn look(&self, before: &mut Obstacles) -> Result<Option<Look>, CommandError> {
         let look = look::look(&self.save.tree.pids(), false).map_err(|error| cannot(&error.to_string()))?;
-        if look.obstacles.is_empty() {
-            return Ok(look);
+        match before.standing(look.obstacles.clone()) {
+            None => Ok(None),
+            Some(stand) if stand.is_empty() => Ok(Some(look)),
+            Some(stand) => Err(CommandError::new(Exit::Unsuspendable, format!("it cannot be saved: {}", stand.join("; ")))),
         }
-        Err(CommandError::new(Exit::Unsuspendable, format!("it cannot be saved: {}", look.obstacles.join("; "))))
     }
 
     /// Keeps others from being written meanwhile if CRIU has to give names, which are the same for every program.
@@ -449,13 +467,10 @@ impl Run<'_> {
         /// How often the library may have been looking for its lock at the moment of the dump, or the program may have started or ended a process.
         const TRIES: usize = 5;
         let images = self.saving()?.criu_path();
+        let mut before = Obstacles::default();
         for _ in 0..TRIES {
             self.save.tree = self.tree_now();
-            let look = match self.look() {
-                // What is in the way may have been of one that has ended, or has just begun.
-                Err(_) if self.tree_now() != self.save.tree => continue,
-                look => look?,
-            };
+            let Some(look) = self.look(&mut before)? else { continue };
             self.watch()?;
             self.is_stopped = true;
             shared::unlink_what_is_left(&self.save.tree.pids().into_iter().collect());
@@ -819,5 +834,22 @@ impl std::fmt::Display for Saved {
             took.as_millis(),
             stages.join(", ")
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A child between its fork and its exec has its parent's pipe, and is gone at the next look.
+    #[test]
+    fn what_is_in_the_way_stands_once_it_has_been_seen_twice() {
+        let all = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        let mut seen = Obstacles::default();
+        assert_eq!(seen.standing(all(&["a pipe to one", "a device"])), None);
+        assert_eq!(seen.standing(all(&["a pipe to another", "a device"])), Some(all(&["a device"])));
+        assert_eq!(seen.standing(all(&["a pipe to a third"])), None);
+        assert_eq!(seen.standing(all(&["a pipe to a fourth"])), None);
+        assert_eq!(seen.standing(Vec::new()), Some(Vec::new()));
     }
 }
