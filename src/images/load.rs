@@ -315,6 +315,8 @@ impl Load {
 
     /// Gives the program its memory back, and lets it run. `report`: the first process's.
     fn bring_back(&self, report: &[u8], first: &Child, reporter: &dyn Reporter) -> Result<u32, CommandError> {
+        /// A process that has hung up may take so long to end.
+        const ENDS_WITHIN: Duration = Duration::from_millis(200);
         let ended = || CommandError::new(Exit::Failed, "the program's namespace has ended before the program was back");
         let Report { failure } = serde_json::from_slice(report).map_err(|_| ended())?;
         if let Some(failure) = failure {
@@ -335,17 +337,28 @@ impl Load {
         if !are_there {
             return Err(CommandError::new(Exit::Failed, "the library in the program does not open its socket"));
         }
-        for (process, pid) in &of_library {
+        let bare = of_kind(&[Kind::Driver, Kind::Nvml]).into_iter().map(|(_, pid)| pid).collect();
+        if let Err(failure) = self.resume(&of_library, bare, reporter) {
+            // One that has ended in the middle of that is the reason, whatever its client says.
+            wait_until(ENDS_WITHIN, || ended_one().is_some());
+            return Err(ended_one().map_or(failure, |(process, _)| has_ended(process)));
+        }
+        back.first().map(|(_, pid)| *pid).ok_or_else(ended)
+    }
+
+    /// Gives these processes their contents and the GPUs. `bare`: those without memory of the library's.
+    fn resume(&self, of_library: &[(&Process, u32)], bare: Vec<u32>, reporter: &dyn Reporter) -> Result<(), CommandError> {
+        for (process, pid) in of_library {
             self.give_contents(process, *pid)?;
         }
-        let target = Target::of(of_library.iter().map(|(_, pid)| Target::Pid(*pid)).collect()).ok_or_else(ended)?;
+        let target = Target::of(of_library.iter().map(|(_, pid)| Target::Pid(*pid)).collect());
+        let target = target.ok_or_else(|| CommandError::new(Exit::Failed, "the image has no process with GPU memory"))?;
         let plan = Plan::make(self.operation(target), reporter)?.restore_suspended(reporter)?;
         // They have a CUDA context at most, and those above have the room that they need.
-        Bare::new(of_kind(&[Kind::Driver, Kind::Nvml]).into_iter().map(|(_, pid)| pid).collect()).free()?;
+        Bare::new(bare).free()?;
         let outcome = plan.run(&Consent::default(), reporter);
         let failures = outcome.all().filter_map(|one| one.result.as_ref().err());
-        let root = back.first().map(|(_, pid)| *pid).ok_or_else(ended)?;
-        CommandError::original(failures.cloned()).map_or(Ok(root), Err)
+        CommandError::original(failures.cloned()).map_or(Ok(()), Err)
     }
 
     /// The processes of the image, each with its id as seen from here. `first`: that of their namespace. One without memory of the library's may have
