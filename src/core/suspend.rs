@@ -2,7 +2,8 @@
 //!
 //! While a process is checkpointed, most CUDA calls in it block, including the library's own, and some end it. So before that, the library's
 //! workers leave the driver and stay out, the program's calls that would end it wait ([`away`]), and the status is saved, so that the control
-//! socket can answer without the driver. The caller may die at any step. So the process's state is always read from the driver (`cuCheckpointProcessGetState`), never stored here.
+//! socket can answer without the driver. The caller may die at any step. So the process's state is always read from the driver
+//! (`cuCheckpointProcessGetState`), never stored here.
 
 use crate::events::{self, Event};
 use crate::gate::{self, away};
