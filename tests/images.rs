@@ -6,7 +6,7 @@
 mod common;
 
 use common::images::{Images, in_own_session, without_inherited};
-use common::machine::{Program, Ran};
+use common::machine::{Machine, Program, Ran};
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::FromRawFd;
@@ -183,6 +183,119 @@ while True:
     load("locks", "another", "").expect(1, "", "are locked");
     ends("copy");
     images.nothing_is_left("programs in the background");
+}
+
+/// An image of a program on one GPU of two goes on on the other, and from there on it is at home there.
+#[test]
+fn a_program_is_loaded_on_the_gpu_that_is_named() {
+    let Some(images) = Images::on(|| Machine { engine_mib: [16, 8], context_bytes: 1 << 20, ..Machine::with(2, "1G") }) else { return };
+    let [mut plain, mut engine] = ["plain", "engine"].map(|name| {
+        images.machine.engine_with(name, |command| {
+            in_own_session(without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1").env("CUDA_VISIBLE_DEVICES", "0")));
+        })
+    });
+    images.save("engine", "image").expect(0, "saved engine", "");
+    engine.ended();
+    let image = images.image("image");
+    let before = images.machine.gpus();
+    let at = |gpus: &str| images.vramctl(&format!("load {image} --gpus {gpus} --dry-run"));
+    let planned = at("1").expect(0, "can be loaded", "");
+    assert!(planned.out.contains("GPU 1 (GPU-73696d76) in place of GPU-73696d75"), "{planned:?}");
+    let unmoved = at("0").expect(0, "can be loaded", "");
+    assert!(!unmoved.out.contains("in place of"), "{unmoved:?}");
+    at("0,1").expect(2, "", "the program has 1 GPUs, and --gpus names 2");
+    at("7").expect(2, "", "no GPU 7");
+    assert_eq!(images.machine.gpus(), before);
+
+    // Only the GPU where it goes needs room.
+    let hog = images.machine.hog(0, 960);
+    images.vramctl(&format!("load {image} --dry-run")).expect(4, "", "too little memory on GPU 0");
+    at("1").expect(0, "can be loaded", "");
+    let mut loaded = Program::spawn(&mut images.cli(&format!("load {image} --gpus 1 --name e1")));
+    is_well(&mut loaded, &mut plain, 1);
+    assert_eq!((images.machine.gpus()[1].1, images.uuids("e1")), (1, vec!["GPU-73696d76".to_owned()]));
+    // Commands find it there, and its memory comes back there.
+    images.vramctl("pause --gpu 1").expect(0, "paused", "");
+    images.vramctl("resume --gpu 1").expect(0, "resumed", "");
+    images.vramctl("suspend e1").expect(0, "suspended", "");
+    images.vramctl("resume e1").expect(0, "resumed", "");
+    is_well(&mut loaded, &mut plain, 2);
+    images.save("e1", "again").expect(0, "saved e1", "");
+    loaded.ended();
+    let mut again = images.load("again", "e2");
+    is_well(&mut again, &mut plain, 3);
+    assert_eq!(images.uuids("e2"), ["GPU-73696d76"]);
+    again.end();
+    drop(hog);
+}
+
+#[test]
+fn copies_get_the_gpus_that_are_named_in_turn() {
+    const PROGRAM: &str = r#"
+import ctypes, signal
+pointer = ctypes.c_void_p()
+assert ctypes.CDLL("libcudart.so.13").cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(4 << 20)) == 0
+signal.pause()
+"#;
+    let Some(images) = Images::on(|| Machine::with(2, "1G")) else { return };
+    let mut command = images.cli("run -d --name one --no-python -- python3 -c");
+    Ran::of(command.arg(PROGRAM).env("CUDA_VISIBLE_DEVICES", "0").env("SIMGPU_RESTORE_THREAD", "1")).expect(0, "runs in the background", "");
+    common::eventually("it runs", || images.vramctl("status one").code == Some(0));
+    images.save("one", "image").expect(0, "saved one", "");
+    let load = format!("load {} --copies 3 --gpus 0,1 --name c", images.image("image"));
+    let planned = images.vramctl(&format!("{load} --dry-run")).expect(0, "can be loaded", "");
+    assert!(planned.out.contains("GPU 1 (GPU-73696d76) in place of GPU-73696d75"), "{planned:?}");
+    images.vramctl(&format!("{load} --detach")).expect(0, "", "loaded c-3");
+    assert_eq!(["c-1", "c-2", "c-3"].map(|name| images.uuids(name)[0].clone()), ["GPU-73696d75", "GPU-73696d76", "GPU-73696d75"]);
+    for name in ["c-1", "c-2", "c-3"] {
+        images.vramctl(&format!("stop {name}")).expect(0, "", "");
+    }
+    images.nothing_is_left("copies");
+}
+
+/// Another machine has other UUIDs. A program gets what can only be meant there; else the message says what to choose from.
+#[test]
+fn a_program_is_loaded_on_another_machine() {
+    let Some(mut images) = Images::new() else { return };
+    let mut engine = images.engine("engine");
+    let answer = engine.ask("generate 1");
+    images.save("engine", "image").expect(0, "saved engine", "");
+    engine.ended();
+    let image = images.image("image");
+    images.machine.becomes(1, 5, 0);
+    let mut loaded = images.load("image", "e1");
+    loaded.verify();
+    assert_eq!((loaded.ask("generate 1"), images.uuids("e1")), (answer.clone(), vec!["GPU-73697275".to_owned()]));
+    loaded.end();
+    common::eventually("it has ended", || images.machine.gpus() == [(0, 0)]);
+
+    let folder = PathBuf::from(&image);
+    images.machine.becomes(1, 5, 1);
+    let refused = refuses_to_load(&images, &folder).expect(
+        1,
+        "",
+        "GPU-73696d75 (Simulated GPU), which is not here, and there is no other of the model",
+    );
+    assert!(refused.err.contains("Nothing was started"), "{refused:?}");
+    images.vramctl(&format!("load {image} --gpus 0 --dry-run")).expect(
+        1,
+        "",
+        "GPU-73696d75 is a Simulated GPU, GPU 0 a Simulated GPU 1",
+    );
+
+    images.machine.becomes(2, 6, 0);
+    refuses_to_load(&images, &folder).expect(2, "", "of the model there are GPU 0, 1: choose with --gpus");
+    let mut loaded = Program::spawn(&mut images.cli(&format!("load {image} --gpus 1 --name e2")));
+    assert_eq!((loaded.ask("generate 1"), images.uuids("e2")), (answer, vec!["GPU-73697376".to_owned()]));
+    loaded.end();
+
+    // A driver restores what the same one has saved.
+    let other = |more: &str| Ran::of(images.cli(&format!("load {image} --gpus 0 --dry-run{more}")).env("SIMGPU_CUDA", "13.2"));
+    other("").expect(1, "", "made with a driver for CUDA 13.0, and here is one for 13.2");
+    other(" --any-driver").expect(0, "can be loaded", "warning");
+    // Before 580, none restores on another GPU.
+    let mut load = images.cli(&format!("load {image} --gpus 0 --dry-run --any-driver"));
+    Ran::of(load.env("SIMGPU_CUDA", "12.9")).expect(7, "", "cannot restore on another GPU");
 }
 
 /// A terminal, and a command that has it as its streams.

@@ -6,6 +6,7 @@ mod common;
 use common::images::{Images, OwnSharedMemory, in_own_session, without_inherited};
 use common::machine::{Machine, Program, Ran};
 use common::sharing::{self, MIB};
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
@@ -268,6 +269,64 @@ fn two_ranks_with_each_others_memory_are_one_image() {
     let mut again = images.load("again", "copy3");
     both_see(&mut again, addresses, [1, 2], [3, 4]);
     again.end();
+}
+
+/// Each rank sees a GPU of its own, the first process both, and a monitor asks NVML alone. They come back on each other's, also on another machine.
+#[test]
+fn a_job_of_two_gpus_is_loaded_with_its_gpus_exchanged() {
+    let Some(mut images) = Images::on(machine) else { return };
+    let mut program = images.program("job");
+    says(&mut program, "cuda.cuInit(0)", "0");
+    let memory = [("one", "0", 3), ("two", "1", 4)].map(|(rank, gpu, value)| {
+        says(&mut program, &format!("os.environ.update(CUDA_VISIBLE_DEVICES='{gpu}')"), "None");
+        says(&mut program, &format!("start('{rank}', os.environ['RANK'])"), "ready");
+        let memory = program.number(&format!("{rank} malloc({})", 8 * MIB));
+        says(&mut program, &format!("{rank} fill({memory}, {value}, {})", 8 * MIB), "0");
+        memory
+    });
+    says(&mut program, "start('monitor', os.environ['CHILD'])", "ready");
+    says(&mut program, "monitor nvml.nvmlInit_v2()", "0");
+    let image = images.image("image");
+    images.save("job", "image").expect(0, "4 processes", "");
+    program.ended();
+    images.vramctl(&format!("load {image} --gpus 1 --dry-run")).expect(2, "", "the program has 2 GPUs, and --gpus names 1");
+
+    let comes_back = |images: &Images, uuids: [&str; 2]| {
+        let mut loaded = Program::spawn(&mut images.cli(&format!("load {image} --gpus 1,0 --name job")));
+        for (rank, memory, value) in [("one", memory[0], "[3]"), ("two", memory[1], "[4]")] {
+            says(&mut loaded, &format!("{rank} read({memory}, {})", 8 * MIB), value);
+        }
+        for (rank, uuid) in ["one", "two"].iter().zip(uuids) {
+            let ask = "(lambda uuid: cuda.cuDeviceGetUuid(uuid, 0) or 'GPU-' + uuid.raw[:4].hex())(ctypes.create_string_buffer(16))";
+            says(&mut loaded, &format!("{rank} {ask}"), uuid);
+        }
+        says(&mut loaded, "devices()", "2");
+        says(&mut loaded, "monitor cards()", "2");
+        // The ranks' order may be any.
+        assert_eq!(images.uuids("job").iter().collect::<BTreeSet<_>>(), uuids.map(str::to_owned).iter().collect());
+        images.vramctl("suspend job").expect(0, "suspended", "");
+        images.vramctl("resume job").expect(0, "resumed", "");
+        says(&mut loaded, &format!("two read({}, {})", memory[1], 8 * MIB), "[4]");
+        loaded.end();
+    };
+    comes_back(&images, ["GPU-73696d76", "GPU-73696d75"]);
+    common::eventually("all have ended", || images.machine.gpus().iter().all(|gpu| gpu.1 == 0));
+    images.machine.becomes(2, 7, 0);
+    comes_back(&images, ["GPU-73697476", "GPU-73697475"]);
+}
+
+/// What they have of each other goes along.
+#[test]
+fn ranks_with_each_others_memory_are_loaded_on_another_gpu() {
+    let Some(images) = Images::on(machine) else { return };
+    let (mut program, addresses) = start_ranks(&images, "job");
+    images.save("job", "image").expect(0, "3 processes", "");
+    program.ended();
+    let mut loaded = Program::spawn(&mut images.cli(&format!("load {} --gpus 1,0 --name job", images.image("image"))));
+    both_see(&mut loaded, addresses, [1, 2], [3, 4]);
+    let used = images.machine.gpus();
+    assert!(used[0].0 < 16 * MIB as u64 && used[1].0 >= 16 * MIB as u64, "{used:?}");
+    loaded.end();
 }
 
 #[test]

@@ -1,8 +1,9 @@
 //! GPUs as users name them.
 
+use crate::failure::{CommandError, Exit};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
-use vramctl_driver::uuid_of_index;
+use vramctl_driver::{Card, uuid_of_index};
 use vramctl_model::short_uuid;
 
 /// The GPUs' indices in `nvidia-smi`, by UUID. None without NVML.
@@ -18,7 +19,7 @@ pub fn short_name(uuid: &str, indices: &BTreeMap<String, u32>) -> String {
 /// A message of a process, which knows GPUs by their UUIDs, with their indices: `GPU 0 (GPU-0f5c2b8e)`.
 pub fn with_indices(text: &str) -> String {
     // Asking NVML takes a while.
-    if text.contains("GPU-") { named(text, &indices()) } else { text.to_owned() }
+    if text.contains("GPU-") { with_these(text, &indices()) } else { text.to_owned() }
 }
 
 /// Adds the index in `nvidia-smi` to each object of an answer that has the UUID of a GPU: `index` beside `uuid`, `gpu_index` beside `gpu`,
@@ -60,7 +61,7 @@ fn add(answer: &mut Value, indices: &BTreeMap<String, u32>) {
     }
 }
 
-fn named(text: &str, indices: &BTreeMap<String, u32>) -> String {
+fn with_these(text: &str, indices: &BTreeMap<String, u32>) -> String {
     let is_alone = |uuid: &str| indices.keys().filter(|other| short_uuid(other) == short_uuid(uuid)).count() == 1;
     indices.iter().filter(|(uuid, _)| is_alone(uuid)).fold(text.to_owned(), |text, (uuid, index)| {
         let short = short_uuid(uuid);
@@ -73,6 +74,22 @@ fn named(text: &str, indices: &BTreeMap<String, u32>) -> String {
         }
         named
     })
+}
+
+/// The GPU that the user has named: by its index in `nvidia-smi`, its UUID or the beginning of that, or its address on the bus.
+pub fn named<'a>(gpu: &str, cards: &'a [Card]) -> Result<&'a Card, CommandError> {
+    let bus = |text: &str| text.to_ascii_lowercase().trim_start_matches(['0', ':']).to_owned();
+    let mut meant = cards.iter().filter(|card| match gpu.parse::<u32>() {
+        Ok(index) => card.index == index,
+        Err(_) if gpu.contains(':') => bus(&card.bus) == bus(gpu),
+        Err(_) => begins_as(&card.uuid, gpu),
+    });
+    let no_one = |why: &str| CommandError::new(Exit::Usage, format!("{why}; `nvidia-smi -L` lists them"));
+    match (meant.next(), meant.next()) {
+        (Some(card), None) => Ok(card),
+        (None, _) => Err(no_one(&format!("NVML reports no GPU {gpu}"))),
+        _ => Err(no_one(&format!("{gpu} matches several GPUs"))),
+    }
 }
 
 /// Whether the UUID begins as the user has written, perhaps without `GPU-`.
@@ -102,6 +119,23 @@ mod tests {
     }
 
     #[test]
+    fn a_gpu_is_named_by_index_uuid_or_bus() {
+        let card = |index: u32| Card {
+            index,
+            uuid: format!("GPU-{index}{index}{index}{index}"),
+            bus: format!("00000000:{index}8:00.0"),
+            ..Card::default()
+        };
+        let cards: Vec<_> = (0..3).map(card).collect();
+        let found = |gpu| named(gpu, &cards).map(|card| card.index).map_err(|failure| failure.to_string());
+        for gpu in ["1", "GPU-1111", "GPU-11", "gpu-1111", "00000000:18:00.0", "0000:18:00.0", "18:00.0"] {
+            assert_eq!(found(gpu), Ok(1), "{gpu}");
+        }
+        assert!(found("7").unwrap_err().contains("no GPU 7"));
+        assert!(found("GPU-").unwrap_err().contains("several"));
+    }
+
+    #[test]
     fn a_message_names_gpus_by_their_indices() {
         let indices = [("GPU-0f5c2b8e-1111-2222-3333-444444444444".to_owned(), 3)].into();
         for (message, shown) in [
@@ -110,7 +144,7 @@ mod tests {
             ("GPU-0f5c2b8e-1111-2222-3333-444444444444", "GPU-0f5c2b8e-1111-2222-3333-444444444444"),
             ("GPU-aaaaaaaa", "GPU-aaaaaaaa"),
         ] {
-            assert_eq!(named(message, &indices), shown);
+            assert_eq!(with_these(message, &indices), shown);
         }
     }
 }

@@ -53,7 +53,7 @@ impl Move {
         checkpoint.check_whole(*ranks, reporter)?;
         let cards = driver::cards().map_err(|none| CommandError::new(Exit::Failed, format!("{none}. Nothing has changed")))?;
         let from = places(&checkpoint.members, &cards)?;
-        let mut to = to.iter().map(|gpu| named(gpu, &cards)).collect::<Result<Vec<_>, _>>()?;
+        let mut to = to.iter().map(|gpu| gpus::named(gpu, &cards)).collect::<Result<Vec<_>, _>>()?;
         if let Some(other) = swap {
             let others = Checkpoint::of(&found, other)?;
             let first = " to a pause or resume of the other job first";
@@ -239,21 +239,6 @@ fn places<'a>(members: &[Member], cards: &'a [Card]) -> Result<Vec<&'a Card>, Co
     }
 }
 
-/// The GPU that the user has named.
-fn named<'a>(gpu: &str, cards: &'a [Card]) -> Result<&'a Card, CommandError> {
-    let bus = |text: &str| text.to_ascii_lowercase().trim_start_matches(['0', ':']).to_owned();
-    let mut meant = cards.iter().filter(|card| match gpu.parse::<u32>() {
-        Ok(index) => card.index == index,
-        Err(_) if gpu.contains(':') => bus(&card.bus) == bus(gpu),
-        Err(_) => gpus::begins_as(&card.uuid, gpu),
-    });
-    match (meant.next(), meant.next()) {
-        (Some(card), None) => Ok(card),
-        (None, _) => Err(usage(format!("NVML reports no GPU {gpu}; `nvidia-smi -L` lists them"))),
-        _ => Err(usage(format!("{gpu} matches several GPUs; `nvidia-smi -L` lists them"))),
-    }
-}
-
 /// The driver requires a one-to-one map of all GPUs, each to one of its own model. A GPU that the job only comes to is mapped back along the
 /// pairs that lead there.
 fn permutation(cards: &[Card], from: &[&Card], to: &[&Card]) -> Result<GpuMap, CommandError> {
@@ -374,16 +359,5 @@ mod tests {
         assert_eq!(back(&[(1, &[0, 2], &[0, 1]), (2, &[0, 4], &[0, 3])]), "move 1 --to 0,1; move 2 --to 0,3", "GPU 0 stays shared");
         let two_circles = back(&[(1, &[1], &[0]), (2, &[0], &[1]), (3, &[3], &[2]), (4, &[2], &[3])]);
         assert_eq!(two_circles, "suspend 1; move 2 --to 1; move 1 --to 0; suspend 3; move 4 --to 3; move 3 --to 2");
-    }
-
-    #[test]
-    fn a_gpu_is_named_by_index_uuid_or_bus() {
-        let cards = cards(&["H200"; 3]);
-        let found = |gpu| named(gpu, &cards).map(|card| card.index).map_err(|failure| failure.to_string());
-        for gpu in ["1", "GPU-1111", "GPU-11", "gpu-1111", "00000000:18:00.0", "0000:18:00.0", "18:00.0"] {
-            assert_eq!(found(gpu), Ok(1), "{gpu}");
-        }
-        assert!(found("7").unwrap_err().contains("no GPU 7"));
-        assert!(found("GPU-").unwrap_err().contains("several"));
     }
 }

@@ -32,11 +32,19 @@ impl Bare {
         })
     }
 
-    /// Has all run again, from whatever state each is in.
+    /// Has all run again where they were, from whatever state each is in.
     pub fn free(&self) -> Result<(), CommandError> {
+        self.free_on(&GpuMap::new())
+    }
+
+    /// The same on other GPUs. One that the driver does not know any GPUs of needs no map.
+    pub fn free_on(&self, map: &GpuMap) -> Result<(), CommandError> {
         self.each("restore", |pid| {
             if checkpoint::state(pid)? == ProcessState::Checkpointed {
-                checkpoint::restore(pid, &GpuMap::new())?;
+                match checkpoint::restore(pid, map) {
+                    Err(failure) if failure.code == code::INVALID_VALUE && !map.is_empty() => checkpoint::restore(pid, &GpuMap::new())?,
+                    answer => answer?,
+                }
             }
             match checkpoint::state(pid)? {
                 ProcessState::Locked => checkpoint::unlock(pid),

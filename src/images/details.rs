@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_model::GpuUse;
-use vramctl_store::{Error, Manifest};
+use vramctl_store::{Error, Gpu, Manifest};
 
 /// The name of these in a manifest.
 const NAME: &str = "process";
@@ -37,6 +37,9 @@ pub struct Details {
     /// The memory that the contents need on each GPU.
     #[serde(default)]
     pub contents: Vec<GpuUse>,
+    /// All GPUs of the machine, in the order of their indices.
+    #[serde(default)]
+    pub machine: Vec<Gpu>,
     /// The newest CUDA version that the driver supports.
     pub cuda: String,
     /// Whether it has TCP connections to itself.

@@ -9,6 +9,7 @@ use crate::criu::Criu;
 use crate::details::{Details, failed, refused, split};
 use crate::init::{self, Report, Task};
 use crate::namespace::{self, pid_there};
+use crate::placement::{Placement, Saved};
 use crate::relay::Port;
 use crate::save::{image_name, send_origin, wait_until};
 use crate::surroundings;
@@ -27,7 +28,7 @@ use std::{env, io};
 use vramctl_config::socket_directory;
 use vramctl_control::client::Client;
 use vramctl_control::discovery::Directory;
-use vramctl_coordinator::checkpoint::{room_for, short};
+use vramctl_coordinator::checkpoint::{check_driver, room_for, short};
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::lock::FileLock;
@@ -35,8 +36,9 @@ use vramctl_coordinator::operation::HowToPause;
 use vramctl_coordinator::plan::STAY_SUSPENDED;
 use vramctl_coordinator::processes::{self, Target};
 use vramctl_coordinator::{Consent, Operation, Plan, Reporter, Scope, proc};
-use vramctl_driver as driver;
-use vramctl_model::{Bytes, Verb, checked_name};
+use vramctl_driver::checkpoint::GpuMap;
+use vramctl_driver::{self as driver, Card};
+use vramctl_model::{Bytes, Verb, checked_name, support};
 use vramctl_store::{Caller, Image, Listed, Manifest, Process, Store};
 
 /// How long the library may take to listen, once the program is back.
@@ -49,11 +51,30 @@ pub struct Load {
     details: Details,
     name: String,
     streams: Streams,
+    /// For each copy in turn.
+    placements: Vec<Placement>,
     /// Of a network of its own. `None`: it has this command's.
     ports: Option<Vec<Port>>,
     /// With other copies.
     agreement: Option<Agreement>,
     timeout: Option<Duration>,
+}
+
+/// How a program is to be loaded.
+#[derive(Debug, Clone, Default)]
+pub struct LoadOptions {
+    /// Its name, if it is not to be that which it had.
+    pub name: Option<String>,
+    /// Where its streams lead.
+    pub streams: Streams,
+    /// The GPUs that it is to get, as the user names them. None: its own, or those that can only be meant.
+    pub gpus: Vec<String>,
+    /// Whether another driver than that of the save is tried.
+    pub any_driver: bool,
+    /// So many copies, each with a number in its name, and with as many of the GPUs as it needs, in turn.
+    pub copies: Option<u16>,
+    /// Of the wait for room on the GPUs.
+    pub timeout: Option<Duration>,
 }
 
 /// Where the program's standard streams lead.
@@ -84,21 +105,17 @@ pub struct Loaded {
     pub pid: u32,
     /// Its name.
     pub name: String,
+    /// The GPUs that it has in place of others, for people.
+    pub placement: String,
     /// How long each stage took.
     pub stages: Vec<(&'static str, Duration)>,
     first: Child,
 }
 
 impl Load {
-    /// Looks whether the image can be loaded. Starts nothing. `name`: the program's, else that which it had.
-    pub fn plan(
-        image: &Path,
-        name: Option<&str>,
-        streams: Streams,
-        timeout: Option<Duration>,
-        reporter: &dyn Reporter,
-    ) -> Result<Self, CommandError> {
-        let (load, obstacles) = Self::look(image, name, streams, timeout, reporter);
+    /// Looks whether the image can be loaded. Starts nothing.
+    pub fn plan(image: &Path, options: &LoadOptions, reporter: &dyn Reporter) -> Result<Self, CommandError> {
+        let (load, obstacles) = Self::look(image, options, reporter);
         let all = obstacles.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
         match (load, obstacles.into_iter().next()) {
             (Some(load), None) => Ok(load),
@@ -107,13 +124,8 @@ impl Load {
     }
 
     /// The same, with all that is in the way. `None` if the image itself cannot be used.
-    pub fn look(
-        image: &Path,
-        name: Option<&str>,
-        streams: Streams,
-        timeout: Option<Duration>,
-        reporter: &dyn Reporter,
-    ) -> (Option<Self>, Vec<CommandError>) {
+    pub fn look(image: &Path, options: &LoadOptions, reporter: &dyn Reporter) -> (Option<Self>, Vec<CommandError>) {
+        let LoadOptions { name, streams, timeout, .. } = options.clone();
         let mut obstacles = Vec::new();
         // SAFETY: touches no memory.
         if unsafe { libc::geteuid() } == 0 {
@@ -137,11 +149,10 @@ impl Load {
         };
         obstacles.extend(in_surroundings(image.manifest(), &details));
         obstacles.extend(streams.no_terminal_for(image.manifest()));
-        for other in surroundings::other_versions(&image.manifest().versions, &surroundings::versions()) {
-            reporter.warn(&other);
-        }
+        surroundings::other_kernel(&image.manifest().versions, &surroundings::versions()).iter().for_each(|other| reporter.warn(other));
+        obstacles.extend(in_driver(image.manifest(), &details, options.any_driver, reporter));
         let old = init::program_name(image.manifest()).unwrap_or_default();
-        let name = name.unwrap_or(old).to_owned();
+        let name = name.unwrap_or_else(|| old.to_owned());
         obstacles.extend(checked_name(&name).err().map(|why| CommandError::new(Exit::Usage, why.to_string())));
         let sockets = socket_directory();
         if *sockets != details.sockets {
@@ -152,8 +163,18 @@ impl Load {
             );
             obstacles.push(CommandError::new(Exit::Failed, text));
         }
-        let load = Self { store, image, details, name, streams, ports: None, agreement: None, timeout };
-        obstacles.extend(load.check_gpus(reporter).err());
+        let placed = placements(image.manifest(), &details, options).unwrap_or_else(|failure| {
+            obstacles.push(failure);
+            Vec::new()
+        });
+        let has_all = |placement: &Placement| placement.map.is_empty() || placement.map.len() >= details.machine.len();
+        if !placed.iter().all(has_all) {
+            let count = details.machine.len();
+            reporter.warn(&format!(
+                "the machine of the save had {count} GPUs, and the driver may want one for each, also for those that the program had not"
+            ));
+        }
+        let load = Self { store, image, details, name, streams, placements: placed, ports: None, agreement: None, timeout };
         (Some(load), obstacles)
     }
 
@@ -161,13 +182,16 @@ impl Load {
     /// `copies`: that many, each with a number in its name.
     pub fn look_for_room(&self, copies: Option<u16>) -> Vec<CommandError> {
         let (are_numbered, copies) = (copies.is_some(), copies.unwrap_or(1));
+        let mut needs = BTreeMap::<&str, u64>::new();
+        for placement in self.placements.iter().cycle().take(copies.into()) {
+            for gpu in &self.details.gpus {
+                let contents: u64 = self.details.contents.iter().filter(|of| of.uuid == gpu.uuid).map(|of| of.bytes).sum();
+                *needs.entry(placement.onto(&gpu.uuid)).or_default() += room_for(gpu.bytes) + contents;
+            }
+        }
         let cards = driver::cards().unwrap_or_default();
-        let short = self.details.gpus.iter().filter_map(|gpu| {
-            let contents: u64 = self.details.contents.iter().filter(|of| of.uuid == gpu.uuid).map(|of| of.bytes).sum();
-            let needed = (room_for(gpu.bytes) + contents) * u64::from(copies);
-            let card = cards.iter().find(|card| card.uuid == gpu.uuid && card.free < needed)?;
-            Some(short(card, needed))
-        });
+        let is_short = |card: &Card| needs.get(&*card.uuid).copied().filter(|needed| *needed > card.free);
+        let short = cards.iter().filter_map(|card| Some(short(card, is_short(card)?)));
         let names = (1..=copies).map(|number| if are_numbered { format!("{}-{number}", self.name) } else { self.name.clone() });
         let names_taken = names.filter_map(|name| name_taken(&name));
         let taken =
@@ -204,7 +228,9 @@ impl Load {
         let manifest = self.image.manifest();
         let (processes, gpus) = (manifest.processes.len(), self.details.gpus.len());
         let contents = Bytes(self.contents_bytes());
-        format!("{} can be loaded: {processes} processes, {contents} of contents, on {gpus} GPUs", self.name)
+        let places = self.placements.iter().map(Placement::in_words).filter(|words| !words.is_empty());
+        let places: String = places.map(|words| format!("\n  {words}")).collect();
+        format!("{} can be loaded: {processes} processes, {contents} of contents, on {gpus} GPUs{places}", self.name)
     }
 
     /// The program gets a network of its own: nothing leads there but these ports, and nothing leads out.
@@ -217,20 +243,6 @@ impl Load {
     #[must_use]
     pub fn with_agreement(self, agreement: Option<Agreement>) -> Self {
         Self { agreement, ..self }
-    }
-
-    fn check_gpus(&self, reporter: &dyn Reporter) -> Result<(), CommandError> {
-        let cards = driver::cards().map_err(|none| CommandError::new(Exit::Failed, none.to_string()))?;
-        let missing = self.details.gpus.iter().filter(|gpu| cards.iter().all(|card| card.uuid != gpu.uuid));
-        let missing: Vec<_> = missing.map(|gpu| gpu.uuid.as_str()).collect();
-        if !missing.is_empty() {
-            return Err(CommandError::new(Exit::Failed, format!("the image was made with {}, which is not here", missing.join(", "))));
-        }
-        let now = driver::cuda_version().map(|version| version.to_string()).unwrap_or_default();
-        if now != self.details.cuda {
-            reporter.warn(&format!("the image was made with a driver for CUDA {}, and here is one for {now}", self.details.cuda));
-        }
-        Ok(())
     }
 
     fn operation(&self, target: Target) -> Operation {
@@ -265,7 +277,10 @@ impl Load {
         }
         stages.push(("resume", begun.elapsed()));
         match brought {
-            Ok(pid) => Ok(Loaded { pid, name: self.name, stages, first }),
+            Ok(pid) => {
+                let placement = self.placements.first().map(Placement::in_words).unwrap_or_default();
+                Ok(Loaded { pid, name: self.name, placement, stages, first })
+            }
             Err(failure) => {
                 let ended = first.try_wait().ok().flatten();
                 // The namespace ends with its first process.
@@ -353,9 +368,11 @@ impl Load {
         }
         let target = Target::of(of_library.iter().map(|(_, pid)| Target::Pid(*pid)).collect());
         let target = target.ok_or_else(|| CommandError::new(Exit::Failed, "the image has no process with GPU memory"))?;
-        let plan = Plan::make(self.operation(target), reporter)?.restore_suspended(reporter)?;
+        let own = GpuMap::new();
+        let map = self.placements.first().map_or(&own, |placement| &placement.map);
+        let plan = Plan::make(self.operation(target), reporter)?.restore_suspended_on(map, reporter)?;
         // They have a CUDA context at most, and those above have the room that they need.
-        Bare::new(bare).free()?;
+        Bare::new(bare).free_on(map)?;
         let outcome = plan.run(&Consent::default(), reporter);
         let failures = outcome.all().filter_map(|one| one.result.as_ref().err());
         CommandError::original(failures.cloned()).map_or(Ok(()), Err)
@@ -426,11 +443,47 @@ fn has_ended(process: &Process) -> CommandError {
     CommandError::new(Exit::NoProcess, format!("a process of the program has ended meanwhile ({name}there {})", process.pid))
 }
 
-/// The name of the program of an image.
-pub fn name_of(image: &Path) -> Result<String, CommandError> {
+/// The name of the program of an image, and how many GPUs it has.
+pub fn known_of(image: &Path) -> Result<(String, usize), CommandError> {
     let (directory, image) = split(image)?;
     let image = Store::open(directory).and_then(|store| store.inspect(image)).map_err(failed)?;
-    Ok(init::program_name(image.manifest()).unwrap_or_default().to_owned())
+    Ok((init::program_name(image.manifest()).unwrap_or_default().to_owned(), image.manifest().gpus.len()))
+}
+
+/// The GPUs of each copy in turn: as many of those that the user names as a program has.
+fn placements(manifest: &Manifest, details: &Details, options: &LoadOptions) -> Result<Vec<Placement>, CommandError> {
+    let cards = driver::cards().map_err(|none| CommandError::new(Exit::Failed, none.to_string()))?;
+    let saved = Saved { own: &manifest.gpus, all: &details.machine };
+    let each = gpus_of_copies(&options.gpus, manifest.gpus.len(), options.copies);
+    let mut found = each.map(|named| Placement::find(saved, named, &cards)).collect::<Result<Vec<_>, _>>()?;
+    if let Err(too_old) = check_driver(&support::MOVE) {
+        if found.iter().any(Placement::is_elsewhere) {
+            return Err(too_old.adding(". Nothing was started"));
+        }
+        // It cannot be told that they are where they were.
+        found.iter_mut().for_each(|placement| placement.map.clear());
+    }
+    Ok(found)
+}
+
+/// The GPUs of each copy in turn, of those that are named for all. `own`: how many each has. What cannot be divided so is left whole.
+pub fn gpus_of_copies(gpus: &[String], own: usize, copies: Option<u16>) -> impl Iterator<Item = &[String]> {
+    let is_divided = copies.is_some() && own > 0 && gpus.len().is_multiple_of(own) && !gpus.is_empty();
+    let (each, count) = if is_divided { (own, gpus.len() / own) } else { (gpus.len(), 1) };
+    (0..count).map(move |place| &gpus[place * each..(place + 1) * each])
+}
+
+/// Whether the driver is another one than that of the save. `is_tried`: then it is only told.
+fn in_driver(manifest: &Manifest, details: &Details, is_tried: bool, reporter: &dyn Reporter) -> Option<CommandError> {
+    let cuda = driver::cuda_version().map(|version| version.to_string()).unwrap_or_default();
+    let other = surroundings::other_driver((&manifest.versions, &details.cuda), (&surroundings::versions(), &cuda))?;
+    if is_tried {
+        reporter.warn(&other);
+        return None;
+    }
+    let why =
+        format!("{other}: a driver restores what the same one has saved, and --any-driver tries it with another. Nothing was started");
+    Some(CommandError::new(Exit::Failed, why))
 }
 
 /// Why the program could not go on here as it was.

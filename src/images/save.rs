@@ -577,8 +577,12 @@ impl Run<'_> {
             *needed.entry(gpu.uuid.clone()).or_default() += gpu.bytes;
         }
         let cards = driver::cards().unwrap_or_default();
-        let card = |uuid: &String| cards.iter().find(|card| card.uuid == *uuid);
-        let gpu = |uuid: &String| Gpu { uuid: uuid.clone(), bytes: card(uuid).map_or(0, |card| card.total), ..Gpu::default() };
+        let machine = cards.iter().map(|card| Gpu { uuid: card.uuid.clone(), model: card.name.clone(), bytes: card.total });
+        let machine: Vec<_> = machine.collect();
+        // Those that NVML does not show come last.
+        let unknown = needed.keys().filter(|uuid| machine.iter().all(|gpu| gpu.uuid != **uuid));
+        let unknown = unknown.map(|uuid| Gpu { uuid: uuid.clone(), ..Gpu::default() });
+        let seen = machine.iter().filter(|gpu| needed.contains_key(&gpu.uuid)).cloned().chain(unknown).collect();
         let process = |node: &tree::Node| {
             let known = hello(node.pid);
             Ok(Process {
@@ -608,7 +612,7 @@ impl Run<'_> {
             },
             cpu: surroundings::processor(),
             page_size: 4096,
-            gpus: needed.keys().map(gpu).collect(),
+            gpus: seen,
             processes: self.save.tree.nodes().iter().map(process).collect::<Result<_, CommandError>>()?,
             listeners: look.listeners.iter().map(listener).collect::<Result<_, CommandError>>()?,
             connections: look.outside.iter().map(connection).collect::<Result<_, CommandError>>()?,
@@ -623,6 +627,7 @@ impl Run<'_> {
             sockets: self.save.directory.path().to_owned(),
             gpus: needed.into_iter().map(|(uuid, bytes)| GpuUse { uuid, bytes }).collect(),
             contents: self.contents_by_gpu(),
+            machine,
             cuda: driver::cuda_version().map(|version| version.to_string()).unwrap_or_default(),
             has_connections: look.has_connections,
             locks: look.locks.iter().filter(|lock| !lock.path.starts_with(self.save.directory.path())).cloned().collect(),

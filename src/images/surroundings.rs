@@ -82,21 +82,24 @@ pub fn versions() -> Versions {
     Versions { kernel: of("/proc/sys/kernel/osrelease"), driver: of("/sys/module/nvidia/version"), ..Versions::default() }
 }
 
-/// Where these differ from those of the save, for people. A kernel's fixes change nothing for an image.
-pub fn other_versions(saved: &Versions, here: &Versions) -> Vec<String> {
+fn differ(one: &str, other: &str) -> bool {
+    !one.is_empty() && !other.is_empty() && one != other
+}
+
+/// Where the kernel is another one than that of the save, for people. Its fixes change nothing for an image.
+pub fn other_kernel(saved: &Versions, here: &Versions) -> Option<String> {
     let main_part = |kernel: &str| kernel.split('.').take(2).map(str::to_owned).collect::<Vec<_>>();
-    let differ = |one: &str, other: &str| !one.is_empty() && !other.is_empty() && one != other;
-    let mut found = Vec::new();
-    if main_part(&saved.kernel) != main_part(&here.kernel) && differ(&saved.kernel, &here.kernel) {
-        found.push(format!("the image was made on kernel {}, and here is {}", saved.kernel, here.kernel));
-    }
+    let is_other = differ(&saved.kernel, &here.kernel) && main_part(&saved.kernel) != main_part(&here.kernel);
+    is_other.then(|| format!("the image was made on kernel {}, and here is {}", saved.kernel, here.kernel))
+}
+
+/// Where the driver is another one. Each with the newest CUDA version that it supports, which is known where its own version is not.
+pub fn other_driver((saved, saved_cuda): (&Versions, &str), (here, cuda): (&Versions, &str)) -> Option<String> {
+    let other = |what: &str, one: &str, other: &str| format!("the image was made with {what} {one}, and here is {other}");
     if differ(&saved.driver, &here.driver) {
-        found.push(format!(
-            "the image was made with driver {}, and here is {}: not every driver restores what another has saved",
-            saved.driver, here.driver
-        ));
+        return Some(other("driver", &saved.driver, &here.driver));
     }
-    found
+    differ(saved_cuda, cuda).then(|| other("a driver for CUDA", saved_cuda, &format!("one for {cuda}")))
 }
 
 /// The files that a process has `opened` or mapped and that outlive it, and what says which Python packages there are beside those.
@@ -227,9 +230,13 @@ mod tests {
     fn another_kernel_and_another_driver_are_named() {
         let versions = |kernel: &str, driver: &str| Versions { kernel: kernel.into(), driver: driver.into(), ..Versions::default() };
         let saved = versions("6.18.3-generic", "580.159.04");
-        let named = |kernel: &str, driver: &str| other_versions(&saved, &versions(kernel, driver)).len();
-        assert_eq!([named("6.18.9", "580.159.04"), named("6.1.9", "580.159.04"), named("7.18.3", "610.57"), named("", "")], [0, 1, 2, 0]);
-        assert!(other_versions(&super::versions(), &super::versions()).is_empty() && !super::versions().kernel.is_empty());
+        let is_other = |kernel: &str| other_kernel(&saved, &versions(kernel, "")).is_some();
+        assert_eq!(["6.18.9", "6.1.9", "7.18.3", ""].map(is_other), [false, true, true, false]);
+        let named = |driver: &str, cuda: &str| other_driver((&saved, "13.0"), (&versions("", driver), cuda)).unwrap_or_default();
+        assert!(named("610.57", "13.2").contains("driver 580.159.04, and here is 610.57"));
+        assert!(named("", "13.2").contains("for CUDA 13.0, and here is one for 13.2"));
+        assert_eq!([named("580.159.04", "13.0"), named("", "")], ["", ""]);
+        assert!(other_kernel(&super::versions(), &super::versions()).is_none() && !super::versions().kernel.is_empty());
     }
 
     #[test]

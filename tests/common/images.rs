@@ -77,6 +77,14 @@ impl Images {
         })
     }
 
+    /// The UUIDs of the GPUs of a process, as it tells them.
+    #[track_caller]
+    pub fn uuids(&self, name: &str) -> Vec<String> {
+        let status = self.vramctl(&format!("status {name} --json")).expect(0, "", "").json();
+        let devices = status["processes"].as_array().unwrap().iter().flat_map(|one| one["devices"].as_array().unwrap());
+        devices.map(|device| device["uuid"].as_str().unwrap()[..12].to_owned()).collect()
+    }
+
     pub fn image(&self, name: &str) -> String {
         self.machine.folder.path().join("images").join(name).to_str().unwrap().to_owned()
     }

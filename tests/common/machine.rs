@@ -29,6 +29,10 @@ pub struct Machine {
     pub memory: &'static str,
     /// How many GPUs it has. Without any, it has no driver either.
     pub devices: u32,
+    /// Which machine it is: its GPUs have UUIDs of their own.
+    pub serial: u32,
+    /// The model of its GPUs.
+    pub model: u32,
     /// The bytes of a process on a GPU apart from its allocations.
     pub context_bytes: u64,
     /// The memory of its engines: MiB of weights, and of the KV cache.
@@ -85,7 +89,14 @@ impl Machine {
     pub fn with(devices: u32, memory: &'static str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir(folder.path().join("gpu")).unwrap();
-        Self { folder, memory, devices, context_bytes: 0, engine_mib: [8, 8] }
+        Self { folder, memory, devices, serial: 0, model: 0, context_bytes: 0, engine_mib: [8, 8] }
+    }
+
+    /// From now on, it is another one with the same files. Nothing may run on it.
+    pub fn becomes(&mut self, devices: u32, serial: u32, model: u32) {
+        assert!(self.gpus().iter().all(|gpu| gpu.1 == 0), "{:?}", self.gpus());
+        (self.devices, self.serial, self.model) = (devices, serial, model);
+        fs::remove_file(self.folder.path().join("gpu/machine")).unwrap();
     }
 
     /// A machine with neither a GPU nor a driver, and with an empty socket directory.
@@ -113,6 +124,8 @@ impl Machine {
                 .env("SIMGPU_DIR", self.folder.path().join("gpu"))
                 .env("SIMGPU_MEMORY", self.memory)
                 .env("SIMGPU_DEVICES", self.devices.to_string())
+                .env("SIMGPU_SERIAL", self.serial.to_string())
+                .env("SIMGPU_MODEL", self.model.to_string())
                 .env("SIMGPU_CONTEXT_BYTES", self.context_bytes.to_string());
         }
         command

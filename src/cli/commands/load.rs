@@ -1,16 +1,18 @@
 //! `vramctl load`.
 
-use crate::arguments::seconds;
+use crate::arguments::{checked_gpu, seconds};
+use crate::candidates;
 use crate::execute::Execute;
 use crate::ui::Ui;
 use crate::ui::output;
+use clap_complete::ArgValueCandidates;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{self, Command, Stdio};
 use std::time::Duration;
 use std::{env, io};
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_images::{Agreement, Copies, Copy, Load, NoCopies, Port, Streams, init, name_of};
+use vramctl_images::{Agreement, Copies, Copy, Load, LoadOptions, NoCopies, Port, Streams, gpus_of_copies, init, known_of};
 
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -22,11 +24,16 @@ With --port or --copies, each program gets a network of its own: nobody reaches 
 names are resolved, and no connection leads out. So copies of one server run side by side. They go on together: if one cannot be loaded, none \
 is left. Once they run, each is a program of its own, and the others go on when one ends.
 
+The program has the GPUs that it had. On a machine where those are not, it gets the others of the same model if there are exactly as many; else \
+--gpus names one for each, in the order of their indices. The dry run shows which. Copies get as many of the GPUs that are named as a program has, \
+in turn.
+
 The image is read before anything is started: one that is incomplete, damaged, or could have been changed by another user is refused.
 
 Examples:
   vramctl load /images/llama --name e1
   vramctl load /images/llama --dry-run    # could it be loaded here?
+  vramctl load /images/llama --gpus 2,3   # a program of two GPUs, on others
   vramctl load /images/llama --name e2 --detach --log /var/log/e2.log
   vramctl load /images/llama --copies 4 --port 8000=9001 # e-1 at 9001 and so on")]
 pub struct Args {
@@ -42,6 +49,12 @@ pub struct Args {
     /// The file to which the program's output goes
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
+    /// The GPUs: index in `nvidia-smi`, UUID or a prefix of it, or bus id [default: those that it had]
+    #[arg(long, value_name = "GPU,…", value_delimiter = ',', value_parser = checked_gpu, add = ArgValueCandidates::new(candidates::gpus))]
+    gpus: Vec<String>,
+    /// Try it with another driver than that of the save
+    #[arg(long)]
+    any_driver: bool,
     /// Give it a network of its own, in which its port OLD is reached at NEW of this machine (or ADDRESS:NEW); may be repeated
     #[arg(long, value_name = "OLD=NEW")]
     port: Vec<Port>,
@@ -63,14 +76,21 @@ pub struct Args {
 }
 
 impl Args {
-    fn streams(&self) -> Streams {
-        Streams { log: self.log.clone(), detached: self.detach }
+    fn options(&self) -> LoadOptions {
+        LoadOptions {
+            name: self.name.clone(),
+            streams: Streams { log: self.log.clone(), detached: self.detach },
+            gpus: self.gpus.clone(),
+            any_driver: self.any_driver,
+            copies: self.copies,
+            timeout: self.timeout,
+        }
     }
 
     /// Says whether it can be loaded, and what is in the way.
     fn look(&self) -> Result<Exit, CommandError> {
         let ui = Ui::new(false, true);
-        let (load, mut obstacles) = Load::look(&self.image, self.name.as_deref(), self.streams(), None, &ui);
+        let (load, mut obstacles) = Load::look(&self.image, &self.options(), &ui);
         let load =
             load.map(|load| if self.port.is_empty() && self.copies.is_none() { load } else { load.with_own_network(self.port.clone()) });
         obstacles.extend(load.iter().flat_map(|load| load.look_for_room(self.copies)));
@@ -86,10 +106,11 @@ impl Args {
     /// Each is a load of its own, and a child of this one, which ends when all have. All programs go on together, or none is left.
     fn start_copies(&self, copies: u16) -> Result<Exit, CommandError> {
         let failed = |error: io::Error| CommandError::new(Exit::Failed, format!("cannot start a copy: {error}"));
-        let name = self.name.clone().map_or_else(|| name_of(&self.image), Ok)?;
+        let (old, own) = known_of(&self.image)?;
+        let name = self.name.clone().unwrap_or(old);
         let beyond = || CommandError::new(Exit::Usage, "there are not so many ports");
         let mut all = Copies::default();
-        for number in 0..copies {
+        for (number, gpus) in (0..copies).zip(gpus_of_copies(&self.gpus, own, self.copies).collect::<Vec<_>>().into_iter().cycle()) {
             let mut command = Command::new(env::current_exe().map_err(failed)?);
             let name = format!("{name}-{}", number + 1);
             command.arg("load").arg(&self.image).args(["--name", &name]);
@@ -97,9 +118,12 @@ impl Args {
                 let port = port.further(number).ok_or_else(beyond)?;
                 command.args(["--port", &format!("{}={}", port.old, port.new)]);
             }
+            if !gpus.is_empty() {
+                command.args(["--gpus", &gpus.join(",")]);
+            }
             self.log.iter().for_each(|log| _ = command.arg("--log").arg(log));
             self.timeout.iter().for_each(|timeout| _ = command.args(["--timeout", &timeout.as_secs_f64().to_string()]));
-            let flags = [(self.detach, "--detach"), (self.quiet, "--quiet")];
+            let flags = [(self.detach, "--detach"), (self.quiet, "--quiet"), (self.any_driver, "--any-driver")];
             command.args(flags.into_iter().filter(|(is_given, _)| *is_given).map(|(_, flag)| flag));
             // Whoever is killed takes them along.
             let end_with_parent = || {
@@ -134,13 +158,14 @@ impl Execute for Args {
         }
         // The command's output is the program's.
         let ui = Ui::new(false, true);
-        let load = Load::plan(&self.image, self.name.as_deref(), self.streams(), self.timeout, &ui)?;
+        let load = Load::plan(&self.image, &self.options(), &ui)?;
         let load = load.with_agreement(self.is_copy);
         let load = if self.port.is_empty() && self.is_copy.is_none() { load } else { load.with_own_network(self.port.clone()) };
         let loaded = load.run(&ui)?;
         if !self.quiet {
             let stages: Vec<_> = loaded.stages.iter().map(|(stage, took)| format!("{stage} {}", took.as_millis())).collect();
-            eprintln!("loaded {} (pid {}): {} ms", loaded.name, loaded.pid, stages.join(", "));
+            let place = if loaded.placement.is_empty() { String::new() } else { format!(" on {}", loaded.placement) };
+            eprintln!("loaded {} (pid {}){place}: {} ms", loaded.name, loaded.pid, stages.join(", "));
         }
         if self.detach {
             return Ok(Exit::Done);

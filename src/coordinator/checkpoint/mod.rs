@@ -15,7 +15,7 @@ mod member;
 mod restore;
 
 pub use member::Member;
-pub use restore::{room_for, short};
+pub use restore::{onto, room_for, short};
 
 use crate::Reporter;
 use crate::communicators::Elsewhere;

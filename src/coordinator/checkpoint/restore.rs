@@ -95,20 +95,19 @@ impl Checkpoint {
 
     /// Bytes that a restore needs, by GPU. `tags_on`: including paused memory on these GPUs, or on all if there are none.
     fn needs(&self, map: &GpuMap, tags_on: Option<&[String]>) -> BTreeMap<String, u64> {
-        let onto = |uuid: &String| map.iter().find(|(old, _)| old == uuid).map_or(uuid, |(_, new)| new).clone();
         let mut needs = BTreeMap::<_, u64>::new();
         // If the driver does not report the state now, it may still restore the process.
         let comes_back = |member: &&Member| matches!(driver::checkpoint::state(member.pid), Ok(ProcessState::Checkpointed) | Err(_));
         for member in self.members.iter().filter(comes_back) {
             for gpu in member.gpus.iter().filter(|gpu| gpu.bytes > 0) {
-                *needs.entry(onto(&gpu.uuid)).or_default() += room_for(gpu.bytes);
+                *needs.entry(onto(map, &gpu.uuid).to_owned()).or_default() += room_for(gpu.bytes);
             }
             let devices = member.process.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
             for device in devices {
                 if let Some(uuid) = &device.uuid
                     && tags_on.is_some_and(|gpus| gpus.is_empty() || gpus.contains(uuid))
                 {
-                    *needs.entry(onto(uuid)).or_default() += device.coming_bytes();
+                    *needs.entry(onto(map, uuid).to_owned()).or_default() += device.coming_bytes();
                 }
             }
         }
@@ -130,6 +129,11 @@ fn room(needs: &BTreeMap<String, u64>, within: Duration, reporter: &dyn Reporter
     let cards = if needs.is_empty() { Vec::new() } else { cards_to_check(reporter) };
     let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);
     cards.iter().find(is_short).map_or(Ok(lock), |card| Err(short(card, needs[&card.uuid])))
+}
+
+/// The GPU that a map has for another one.
+pub fn onto<'a>(map: &'a GpuMap, uuid: &'a str) -> &'a str {
+    map.iter().find(|(old, _)| old == uuid).map_or(uuid, |(_, new)| new)
 }
 
 /// Bytes that must be free to restore this much. A restore that runs out of memory cannot be retried, so this is more.

@@ -28,6 +28,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::process;
 use std::time::Duration;
 use vramctl_control::protocol;
+use vramctl_driver::checkpoint::GpuMap;
 use vramctl_model::{
     Error, NCCL, Participants, PauseRequest, Policy, Report, ResumeRequest, Selection, SwapIn, SwapOut, TagStatus, Transition, Verb,
 };
@@ -317,7 +318,7 @@ impl Plan {
             request: request.into(),
             borrowers: pause.shared.then_some(borrowers),
             is_whole: self.is_whole && jobs.len() == 1,
-            ticket: Some(self.ticket(who, members())),
+            ticket: Some(self.ticket(who, members(), &GpuMap::new())),
             engines: consent.engines.as_ref().map(|engines| (engines, deadline.at())),
             nodes: self.operation.nodes.clone(),
         }
@@ -356,13 +357,18 @@ impl Plan {
         self.due().flat_map(|member| &member.due).map(String::as_str).collect()
     }
 
-    /// A ticket for the memory that these processes need.
-    fn ticket<'a>(&self, who: String, members: impl Iterator<Item = &'a ProcessPlan>) -> Ticket {
+    /// A ticket for the memory that these processes need, on the GPUs that `map` has for theirs.
+    fn ticket<'a>(&self, who: String, members: impl Iterator<Item = &'a ProcessPlan>, map: &GpuMap) -> Ticket {
         // A process that has all of its memory need not queue.
         let lacking = members.filter(|member| !member.due.is_empty() || member.process.is_held()).map(|member| &member.process);
         let gpus_of = |process: &'a Process| {
             let contexts = process.suspended().unwrap_or_default().iter().filter(|gpu| gpu.bytes > 0).map(|gpu| &*gpu.uuid);
-            process.gpus().filter(|gpu| self.wants(gpu)).chain(contexts).map(str::to_owned).collect::<Vec<_>>()
+            process
+                .gpus()
+                .filter(|gpu| self.wants(gpu))
+                .chain(contexts)
+                .map(|gpu| checkpoint::onto(map, gpu).to_owned())
+                .collect::<Vec<_>>()
         };
         let gpus: BTreeSet<_> = lacking.flat_map(gpus_of).collect();
         let within = self.queue_place.as_ref().map(Entry::command);
@@ -377,10 +383,10 @@ impl Plan {
     }
 
     /// Waits for a place in the queue, for the contexts and the memory of all suspended jobs of this operation.
-    pub(crate) fn queue(&self, reporter: &dyn Reporter) -> Result<Option<Entry>, CommandError> {
+    pub(crate) fn queue(&self, map: &GpuMap, reporter: &dyn Reporter) -> Result<Option<Entry>, CommandError> {
         let suspended = self.members.iter().filter(|member| member.process.suspended().is_some());
         let jobs: BTreeSet<_> = suspended.map(|member| member.process.job_or_itself()).collect();
-        let ticket = self.ticket(jobs.into_iter().collect::<Vec<_>>().join(", "), self.members.iter());
+        let ticket = self.ticket(jobs.into_iter().collect::<Vec<_>>().join(", "), self.members.iter(), map);
         self.found.queue(ticket, self.operation.deadline, RESTORE_WITHIN, reporter).map_err(CommandError::Refused)
     }
 

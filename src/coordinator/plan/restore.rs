@@ -16,11 +16,16 @@ impl Plan {
     /// Before a resume: waits for a place in the queue and restores the suspended processes to their GPUs. Returns the plan for what is left
     /// to resume.
     pub fn restore_suspended(self, reporter: &dyn Reporter) -> Result<Self, CommandError> {
+        self.restore_suspended_on(&GpuMap::new(), reporter)
+    }
+
+    /// The same, to the GPUs that `map` has for theirs.
+    pub fn restore_suspended_on(self, map: &GpuMap, reporter: &dyn Reporter) -> Result<Self, CommandError> {
         let is_suspended = |process: &Process| process.suspended().is_some();
         if !self.processes().any(is_suspended) {
             return Ok(self);
         }
-        let mut place = self.queue(reporter)?;
+        let mut place = self.queue(map, reporter)?;
         // Others may have restored them meanwhile.
         let (found, target) = (self.found(), self.target());
         let mut checkpoint = Checkpoint::of(found, target)?;
@@ -31,7 +36,7 @@ impl Plan {
         let Selection { tags, gpus, .. } = self.request().selection();
         let tags_on = tags.is_empty().then_some(&**gpus);
         let deadline = &self.operation().deadline;
-        let restored = checkpoint.restore_with_room(&GpuMap::new(), tags_on, deadline, place.as_mut(), reporter);
+        let restored = checkpoint.restore_with_room(map, tags_on, deadline, place.as_mut(), reporter);
         restored.map_err(|failure| {
             let lost = checkpoint.members.iter().filter(|member| member.is_lost).count();
             failure.adding(match checkpoint.members.len() - lost {

@@ -5,9 +5,7 @@
 
 use crate::abi::{In, Out, Uuid};
 use crate::codes::{INVALID_VALUE, OPERATING_SYSTEM, Outcome};
-use crate::device;
 use crate::driver::{machine, settings};
-use std::collections::BTreeMap;
 use std::time::Duration;
 use vramctl_host::system::has_main_thread;
 
@@ -92,10 +90,10 @@ pub fn checkpoint(pid: i32, args: In<NoArgs>) -> Outcome {
     machine()?.checkpoint_process(process(pid)?)
 }
 
-/// `cuCheckpointProcessRestore`: with pairs, each device of the machine must be in them, on both sides.
+/// `cuCheckpointProcessRestore`: with pairs, each device of the machine of the checkpoint must be in them.
 pub fn restore(pid: i32, args: In<RestoreArgs>) -> Outcome {
     let machine = machine()?;
-    let Some(args) = given(args) else { return machine.restore_process(process(pid)?, None) };
+    let Some(args) = given(args) else { return machine.restore_process(process(pid)?, &[]) };
     if args.reserved != [0; 44] || args.reserved_too != 0 {
         return Err(INVALID_VALUE);
     }
@@ -103,13 +101,9 @@ pub fn restore(pid: i32, args: In<RestoreArgs>) -> Outcome {
     if args.count > 0 && settings().cuda < FIRST_THAT_MOVES {
         return Err(INVALID_VALUE);
     }
-    if args.count == 0 {
-        return machine.restore_process(process(pid)?, None);
-    }
-    let by_uuid = |uuid: Uuid| (0..machine.devices()).find(|&device| device::uuid_bytes(device) == uuid.bytes).ok_or(INVALID_VALUE);
-    let pairs = args.pairs.get_all(args.count as usize)?;
-    let map = pairs.into_iter().map(|pair| Ok((by_uuid(pair.old)?, by_uuid(pair.new)?))).collect::<Outcome<BTreeMap<_, _>>>()?;
-    machine.restore_process(process(pid)?, Some(&map))
+    let pairs = if args.count == 0 { Vec::new() } else { args.pairs.get_all(args.count as usize)? };
+    let pairs: Vec<_> = pairs.into_iter().map(|pair| (pair.old.bytes, pair.new.bytes)).collect();
+    machine.restore_process(process(pid)?, &pairs)
 }
 
 /// `cuCheckpointProcessUnlock`.

@@ -21,30 +21,34 @@ pub fn get(device: Out<i32>, ordinal: i32) -> Outcome {
 /// `cuDeviceGetName`.
 pub fn name(name: Out<c_char>, room: c_int, device: i32) -> Outcome {
     driver::device(device)?;
-    name.put_text(NAME, room)
+    name.put_text(&model_name(machine()?.model()), room)
 }
 
-/// What all devices are called.
-pub const NAME: &str = "Simulated GPU";
+/// What all devices of a machine are called.
+pub fn model_name(model: u64) -> String {
+    if model == 0 { "Simulated GPU".into() } else { format!("Simulated GPU {model}") }
+}
 
 /// `cuDeviceGetUuid`.
 pub fn uuid(uuid: Out<Uuid>, device: i32) -> Outcome {
-    uuid.put(Uuid { bytes: uuid_bytes(machine()?.place(driver::device(device)?)) })
+    let machine = machine()?;
+    uuid.put(Uuid { bytes: uuid_bytes(machine.serial(), machine.place(driver::device(device)?)) })
 }
 
-/// A device's UUID.
-pub fn uuid_bytes(device: usize) -> [u8; 16] {
+/// The UUID of a device of the machine with this serial number.
+pub fn uuid_bytes(serial: u64, device: usize) -> [u8; 16] {
     let mut bytes = *b"simulated-gpu-00";
     // People and messages shorten UUIDs to their first group.
+    bytes[2] = bytes[2].wrapping_add(serial as u8);
     bytes[3] += device as u8;
     bytes[15] += device as u8;
     bytes
 }
 
 /// A device's UUID as NVML and nvidia-smi print it.
-pub fn uuid_text(device: usize) -> String {
+pub fn uuid_text(serial: u64, device: usize) -> String {
     let mut text = String::from("GPU-");
-    for (index, byte) in uuid_bytes(device).iter().enumerate() {
+    for (index, byte) in uuid_bytes(serial, device).iter().enumerate() {
         if matches!(index, 4 | 6 | 8 | 10) {
             text.push('-');
         }

@@ -12,6 +12,7 @@
 //! never closes it, and its threads also exclude each other with a mutex.
 
 use crate::codes::{ILLEGAL_STATE, INVALID_VALUE, NOT_READY, NOT_SUPPORTED, OPERATING_SYSTEM, OUT_OF_MEMORY, Outcome};
+use crate::device;
 use crate::restore_thread::{self, has_left};
 use crate::settings::{self, Settings};
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,13 +31,15 @@ const SLOTS: usize = 512;
 const MEMORIES: usize = 1024;
 /// What distinguishes a shared memory's file from all others: device and inode.
 pub type Key = (u64, u64);
+/// The UUIDs of a device, and of the one that a process is restored to in its place.
+pub type Pair = ([u8; 16], [u8; 16]);
 const COMMAND: usize = 64;
 /// A restore has lacked room.
 const OUT_OF_ROOM: u32 = 1;
 /// The process has something that is never restored.
 const UNRESTORABLE: u32 = 2;
 /// Changes with the layout of [`Shared`], so that different versions do not share a machine.
-const MAGIC: u64 = 0x7369_6d67_7075_0006;
+const MAGIC: u64 = 0x7369_6d67_7075_0007;
 /// The byte that is locked while capacity is handed out; the slots' bytes and those of shared memories follow it. Record locks apply to offsets, so the
 /// file need not have a byte there.
 const DOOR: i64 = 1 << 40;
@@ -56,6 +59,8 @@ struct Slot {
     spoilt: AtomicU32,
     /// 1: it leaves the machine once it is checkpointed ([`crate::restore_thread`]).
     leaves: AtomicU32,
+    /// The machine that it was on when it was checkpointed.
+    was_on: Kind,
     used: [AtomicU64; MAX_DEVICES],
     /// What it used when it was checkpointed.
     saved: [AtomicU64; MAX_DEVICES],
@@ -99,10 +104,30 @@ struct Common {
     pid: AtomicU32,
 }
 
+/// What kind of machine it is, and which.
+#[repr(C)]
+struct Kind {
+    devices: AtomicU64,
+    serial: AtomicU64,
+    model: AtomicU64,
+}
+
+impl Kind {
+    fn get(&self) -> [u64; 3] {
+        [&self.devices, &self.serial, &self.model].map(|word| word.load(Ordering::Relaxed))
+    }
+
+    fn set(&self, values: [u64; 3]) {
+        for (word, value) in [&self.devices, &self.serial, &self.model].into_iter().zip(values) {
+            word.store(value, Ordering::Relaxed);
+        }
+    }
+}
+
 #[repr(C)]
 struct Shared {
     magic: AtomicU64,
-    devices: AtomicU64,
+    kind: Kind,
     memory: AtomicU64,
     samples: [Sample; MAX_DEVICES],
     slots: [Slot; SLOTS],
@@ -331,13 +356,13 @@ impl Machine {
         machine.path = path;
         let door = machine.enter();
         if machine.shared.magic.load(Ordering::Acquire) == 0 {
-            machine.shared.devices.store(settings.devices as u64, Ordering::Relaxed);
+            machine.shared.kind.set([settings.devices as u64, settings.serial, settings.model]);
             machine.shared.memory.store(settings.memory, Ordering::Relaxed);
             machine.shared.magic.store(MAGIC, Ordering::Release);
         }
         drop(door);
         let mut machine = machine.checked()?;
-        machine.visible = settings::visible(settings.visible.as_deref(), machine.devices());
+        machine.visible = settings::visible(settings.visible.as_deref(), machine.serial(), machine.devices());
         Ok(machine)
     }
 
@@ -370,7 +395,17 @@ impl Machine {
 
     /// Number of devices.
     pub fn devices(&self) -> usize {
-        (self.shared.devices.load(Ordering::Relaxed) as usize).min(MAX_DEVICES)
+        (self.shared.kind.devices.load(Ordering::Relaxed) as usize).min(MAX_DEVICES)
+    }
+
+    /// Which machine it is.
+    pub fn serial(&self) -> u64 {
+        self.shared.kind.serial.load(Ordering::Relaxed)
+    }
+
+    /// Which model its devices are.
+    pub fn model(&self) -> u64 {
+        self.shared.kind.model.load(Ordering::Relaxed)
     }
 
     /// Number of devices that this process sees.
@@ -665,15 +700,32 @@ impl Machine {
         Ok(())
     }
 
-    /// Gives it back, on other devices if there is a map of all of them.
-    pub fn restore_process(&self, pid: u32, map: Option<&BTreeMap<usize, usize>>) -> Outcome {
+    /// The device that each one goes to of those that there were where the process was checkpointed. Without pairs, it is the one with the same number
+    /// (NVIDIA/cuda-checkpoint#48 and #54). With them, each must be in there, and none may share its new one.
+    fn map_of(&self, slot: &Slot, pairs: &[Pair]) -> Outcome<BTreeMap<usize, usize>> {
+        let [devices, serial, model] = slot.was_on.get();
+        if model != self.model() {
+            return Err(INVALID_VALUE);
+        }
+        if pairs.is_empty() {
+            let needed = (0..devices as usize).filter(|device| slot.saved[*device].load(Ordering::Relaxed) > 0).max();
+            let is_there = needed.is_none_or(|needed| needed < self.devices());
+            return if is_there { Ok((0..self.devices()).map(|device| (device, device)).collect()) } else { Err(INVALID_VALUE) };
+        }
+        let find = |serial: u64, devices: usize, uuid: [u8; 16]| {
+            (0..devices).find(|&device| device::uuid_bytes(serial, device) == uuid).ok_or(INVALID_VALUE)
+        };
+        let find_pair = |(old, new): &Pair| Ok((find(serial, devices as usize, *old)?, find(self.serial(), self.devices(), *new)?));
+        let map = pairs.iter().map(find_pair).collect::<Outcome<BTreeMap<_, _>>>()?;
+        let targets: BTreeSet<_> = map.values().collect();
+        if map.len() == devices as usize && targets.len() == map.len() { Ok(map) } else { Err(INVALID_VALUE) }
+    }
+
+    /// Gives it back, on other devices if there are pairs.
+    pub fn restore_process(&self, pid: u32, pairs: &[Pair]) -> Outcome {
         let _called = has_left(pid).then(|| restore_thread::Called::back(self, pid)).transpose()?;
         self.change(pid, State::Checkpointed, State::Locked, |slot| {
-            let new: BTreeMap<usize, usize> = map.cloned().unwrap_or_else(|| (0..self.devices()).map(|device| (device, device)).collect());
-            let targets: BTreeSet<_> = new.values().copied().collect();
-            if (0..self.devices()).any(|device| !new.contains_key(&device) || !targets.contains(&device)) {
-                return Err(INVALID_VALUE);
-            }
+            let new = self.map_of(slot, pairs)?;
             // Observed: a restore that has failed for lack of memory leaves a process that cannot be restored at all.
             let spoilt = slot.spoilt.load(Ordering::Relaxed);
             if spoilt == OUT_OF_ROOM {
@@ -697,9 +749,12 @@ impl Machine {
             for (&old, &new) in &new {
                 slot.used[new].store(saved(old), Ordering::Relaxed);
             }
-            for place in &slot.place[..self.devices()] {
-                place.store(new[&(place.load(Ordering::Relaxed) as usize)] as u32, Ordering::Relaxed);
+            for place in &slot.place {
+                if let Some(device) = new.get(&(place.load(Ordering::Relaxed) as usize)) {
+                    place.store(*device as u32, Ordering::Relaxed);
+                }
             }
+            slot.was_on.set(self.shared.kind.get());
             Ok(())
         })
     }
@@ -779,6 +834,7 @@ impl Machine {
         for word in [&slot.state, &slot.inside, &slot.imported, &slot.opened, &slot.leaves] {
             word.store(0, Ordering::SeqCst);
         }
+        slot.was_on.set(self.shared.kind.get());
         slot.spoilt.store(if settings::get().unrestorable { UNRESTORABLE } else { 0 }, Ordering::SeqCst);
         slot.state.store(state as u32, Ordering::SeqCst);
         let command = std::fs::read("/proc/self/comm").unwrap_or_default();
@@ -822,7 +878,7 @@ impl Machine {
         }
         let words = |slot: &Slot| [&slot.imported, &slot.opened, &slot.spoilt].map(|word| word.load(Ordering::SeqCst));
         let left = &self.shared.slots[self.left.load(Ordering::SeqCst).max(0) as usize];
-        let (ties, devices, memory) = (words(left), self.devices(), self.memory());
+        let (ties, kind, memory) = (words(left), self.shared.kind.get(), self.memory());
         let saved: [u64; MAX_DEVICES] = std::array::from_fn(|device| left.saved[device].load(Ordering::SeqCst));
         let place: [u32; MAX_DEVICES] = std::array::from_fn(|device| left.place[device].load(Ordering::SeqCst));
         // SAFETY: as in `leave`; the file is at least this long.
@@ -830,7 +886,7 @@ impl Machine {
         self.file.store(file.into_raw_fd(), Ordering::SeqCst);
         let _door = self.enter();
         if self.shared.magic.load(Ordering::Acquire) == 0 {
-            self.shared.devices.store(devices as u64, Ordering::Relaxed);
+            self.shared.kind.set(kind);
             self.shared.memory.store(memory, Ordering::Relaxed);
             self.shared.magic.store(MAGIC, Ordering::Release);
         }
@@ -839,6 +895,7 @@ impl Machine {
         for (word, was) in [&slot.imported, &slot.opened, &slot.spoilt].iter().zip(ties) {
             word.store(was, Ordering::SeqCst);
         }
+        slot.was_on.set(kind);
         for device in 0..MAX_DEVICES {
             slot.saved[device].store(saved[device], Ordering::SeqCst);
             slot.place[device].store(place[device], Ordering::SeqCst);

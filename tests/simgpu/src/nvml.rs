@@ -98,20 +98,20 @@ pub fn by_pci_bus_id(text: In<c_char>, device: Out<Device>) -> Result<(), u32> {
 
 /// `nvmlDeviceGetHandleByUUID`, with or without the prefix "GPU-".
 pub fn by_uuid(text: In<c_char>, device: Out<Device>) -> Result<(), u32> {
-    let devices = opened()?.devices();
+    let machine = opened()?;
     let text = text.text().map_err(|_| INVALID_ARGUMENT)?;
     let names = |device: usize| {
-        let uuid = device::uuid_text(device);
+        let uuid = device::uuid_text(machine.serial(), device);
         uuid.eq_ignore_ascii_case(text) || uuid["GPU-".len()..].eq_ignore_ascii_case(text)
     };
-    let found = (0..devices).find(|&device| names(device)).ok_or(NOT_FOUND)?;
+    let found = (0..machine.devices()).find(|&device| names(device)).ok_or(NOT_FOUND)?;
     put(device, FIRST + found as u64)
 }
 
 /// `nvmlDeviceGetUUID`.
 pub fn uuid(device: Device, text: Out<c_char>, room: u32) -> Result<(), u32> {
-    let (_, device) = ordinal(device)?;
-    let uuid = device::uuid_text(device);
+    let (machine, device) = ordinal(device)?;
+    let uuid = device::uuid_text(machine.serial(), device);
     if room as usize <= uuid.len() {
         return Err(INSUFFICIENT_SIZE);
     }
@@ -120,8 +120,8 @@ pub fn uuid(device: Device, text: Out<c_char>, room: u32) -> Result<(), u32> {
 
 /// `nvmlDeviceGetName`.
 pub fn name(device: Device, text: Out<c_char>, room: u32) -> Result<(), u32> {
-    ordinal(device)?;
-    text.put_text(device::NAME, room as c_int).map_err(|_| INVALID_ARGUMENT)
+    let (machine, _) = ordinal(device)?;
+    text.put_text(&device::model_name(machine.model()), room as c_int).map_err(|_| INVALID_ARGUMENT)
 }
 
 /// `nvmlDeviceGetPciInfo_v3`.

@@ -27,6 +27,10 @@ pub struct Settings {
     pub visible: Option<String>,
     /// `SIMGPU_MEMORY`: bytes of each device.
     pub memory: u64,
+    /// `SIMGPU_SERIAL`: which machine it is. The UUIDs of its devices are its own.
+    pub serial: u64,
+    /// `SIMGPU_MODEL`: which model its devices are.
+    pub model: u64,
     /// `SIMGPU_OP_DELAY_MS`: the minimum duration of every stream operation.
     pub delay_ms: u64,
     /// `SIMGPU_LINK`: bytes per second between host and device; as fast as it goes without.
@@ -85,6 +89,8 @@ pub fn get() -> &'static Settings {
             devices: (number("SIMGPU_DEVICES", 1) as usize).min(crate::machine::MAX_DEVICES),
             visible: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
             memory: number("SIMGPU_MEMORY", 16 << 30),
+            serial: number("SIMGPU_SERIAL", 0),
+            model: number("SIMGPU_MODEL", 0),
             delay_ms: number("SIMGPU_OP_DELAY_MS", 0),
             link: Some(number("SIMGPU_LINK", 0)).filter(|rate| *rate > 0),
             faults: text("SIMGPU_FAIL"),
@@ -113,9 +119,9 @@ pub fn get() -> &'static Settings {
 
 /// The devices that `CUDA_VISIBLE_DEVICES` lists, by index or by the beginning of their UUID: "only the devices whose index comes before the
 /// invalid index are visible".
-pub fn visible(text: Option<&str>, devices: usize) -> Vec<usize> {
+pub fn visible(text: Option<&str>, serial: u64, devices: usize) -> Vec<usize> {
     let Some(text) = text else { return (0..devices).collect() };
-    let find = |word: &str| (0..devices).find(|&device| word.starts_with("GPU-") && uuid_text(device).starts_with(word));
+    let find = |word: &str| (0..devices).find(|&device| word.starts_with("GPU-") && uuid_text(serial, device).starts_with(word));
     text.split(',').map_while(|word| word.trim().parse().ok().filter(|&index| index < devices).or_else(|| find(word.trim()))).collect()
 }
 
@@ -160,11 +166,12 @@ mod tests {
 
     #[test]
     fn visible_devices_end_at_the_first_that_does_not_exist() {
-        assert_eq!(visible(None, 3), [0, 1, 2]);
-        assert_eq!(visible(Some("2, 0"), 3), [2, 0]);
-        assert_eq!(visible(Some("1,7,0"), 3), [1]);
-        assert_eq!(visible(Some(&super::uuid_text(2)[..12]), 3), [2]);
-        assert_eq!((visible(Some(""), 3), visible(Some("-1"), 3)), (vec![], vec![]));
+        let of = |text: Option<&str>| visible(text, 5, 3);
+        assert_eq!(of(None), [0, 1, 2]);
+        assert_eq!(of(Some("2, 0")), [2, 0]);
+        assert_eq!(of(Some("1,7,0")), [1]);
+        assert_eq!(of(Some(&super::uuid_text(5, 2)[..12])), [2]);
+        assert_eq!((of(Some("")), of(Some("-1")), of(Some(&super::uuid_text(0, 2)))), (vec![], vec![], vec![]));
     }
 
     #[test]
