@@ -59,11 +59,11 @@ pub fn stay_away(bound: Option<Bound>) {
     while discovery::own_namespace() == before && absence::is_kept_away() {
         thread::sleep(LOOK_EVERY);
     }
-    if discovery::own_namespace() != before {
+    // The kernel may have given the number of a namespace that has ended to the new one, but nobody tells anything to a process that returns.
+    let told = absence::told();
+    if told.is_some() || discovery::own_namespace() != before {
         backup::draw_secret();
-        if let Some(name) = absence::told().and_then(|told| told.name) {
-            config::set_own_name(&name);
-        }
+        told.and_then(|told| told.name).iter().for_each(|name| config::set_own_name(name));
     }
     WANTED.get().store(false, Ordering::SeqCst);
 }
