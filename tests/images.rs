@@ -239,7 +239,11 @@ signal.pause()
 "#;
     let Some(images) = Images::on(|| Machine::with(2, "1G")) else { return };
     let mut command = images.cli("run -d --name one --no-python -- python3 -c");
-    Ran::of(command.arg(PROGRAM).env("CUDA_VISIBLE_DEVICES", "0").env("SIMGPU_RESTORE_THREAD", "1")).expect(0, "runs in the background", "");
+    Ran::of(command.arg(PROGRAM).env("CUDA_VISIBLE_DEVICES", "0").env("SIMGPU_RESTORE_THREAD", "1")).expect(
+        0,
+        "runs in the background",
+        "",
+    );
     common::eventually("it runs", || images.vramctl("status one").code == Some(0));
     images.save("one", "image").expect(0, "saved one", "");
     let load = format!("load {} --copies 3 --gpus 0,1 --name c", images.image("image"));
@@ -277,11 +281,7 @@ fn a_program_is_loaded_on_another_machine() {
         "GPU-73696d75 (Simulated GPU), which is not here, and there is no other of the model",
     );
     assert!(refused.err.contains("Nothing was started"), "{refused:?}");
-    images.vramctl(&format!("load {image} --gpus 0 --dry-run")).expect(
-        1,
-        "",
-        "GPU-73696d75 is a Simulated GPU, GPU 0 a Simulated GPU 1",
-    );
+    images.vramctl(&format!("load {image} --gpus 0 --dry-run")).expect(1, "", "GPU-73696d75 is a Simulated GPU, GPU 0 a Simulated GPU 1");
 
     images.machine.becomes(2, 6, 0);
     refuses_to_load(&images, &folder).expect(2, "", "of the model there are GPU 0, 1: choose with --gpus");

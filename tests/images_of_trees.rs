@@ -325,7 +325,7 @@ fn ranks_with_each_others_memory_are_loaded_on_another_gpu() {
     let mut loaded = Program::spawn(&mut images.cli(&format!("load {} --gpus 1,0 --name job", images.image("image"))));
     both_see(&mut loaded, addresses, [1, 2], [3, 4]);
     let used = images.machine.gpus();
-    assert!(used[0].0 < 16 * MIB as u64 && used[1].0 >= 16 * MIB as u64, "{used:?}");
+    assert!(used[0].0 < 16 * MIB && used[1].0 >= 16 * MIB, "{used:?}");
     loaded.end();
 }
 

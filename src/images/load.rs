@@ -149,7 +149,9 @@ impl Load {
         };
         obstacles.extend(in_surroundings(image.manifest(), &details));
         obstacles.extend(streams.no_terminal_for(image.manifest()));
-        surroundings::other_kernel(&image.manifest().versions, &surroundings::versions()).iter().for_each(|other| reporter.warn(other));
+        if let Some(other) = surroundings::other_kernel(&image.manifest().versions, &surroundings::versions()) {
+            reporter.warn(&other);
+        }
         obstacles.extend(in_driver(image.manifest(), &details, options.any_driver, reporter));
         let old = init::program_name(image.manifest()).unwrap_or_default();
         let name = name.unwrap_or_else(|| old.to_owned());
@@ -229,8 +231,8 @@ impl Load {
         let (processes, gpus) = (manifest.processes.len(), self.details.gpus.len());
         let contents = Bytes(self.contents_bytes());
         let places = self.placements.iter().map(Placement::in_words).filter(|words| !words.is_empty());
-        let places: String = places.map(|words| format!("\n  {words}")).collect();
-        format!("{} can be loaded: {processes} processes, {contents} of contents, on {gpus} GPUs{places}", self.name)
+        let first = format!("{} can be loaded: {processes} processes, {contents} of contents, on {gpus} GPUs", self.name);
+        [first].into_iter().chain(places).collect::<Vec<_>>().join("\n  ")
     }
 
     /// The program gets a network of its own: nothing leads there but these ports, and nothing leads out.
@@ -461,7 +463,9 @@ fn placements(manifest: &Manifest, details: &Details, options: &LoadOptions) -> 
             return Err(too_old.adding(". Nothing was started"));
         }
         // It cannot be told that they are where they were.
-        found.iter_mut().for_each(|placement| placement.map.clear());
+        for placement in &mut found {
+            placement.map.clear();
+        }
     }
     Ok(found)
 }

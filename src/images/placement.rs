@@ -31,7 +31,7 @@ impl Placement {
     pub fn find(saved: Saved<'_>, named: &[String], cards: &[Card]) -> Result<Self, CommandError> {
         let targets = if named.is_empty() { meant(saved.own, cards)? } else { as_named(saved.own, named, cards)? };
         if let Some(card) = targets.iter().find(|card| card.mig) {
-            return Err(failed(support::in_mig_mode(card.index)));
+            return Err(failed(&support::in_mig_mode(card.index)));
         }
         let own: Vec<_> = saved.own.iter().zip(targets).collect();
         let map = complete(&own, saved.all, cards);
@@ -58,11 +58,11 @@ impl Placement {
     }
 }
 
-fn failed(why: String) -> CommandError {
+fn failed(why: &str) -> CommandError {
     CommandError::new(Exit::Failed, format!("{why}. Nothing was started"))
 }
 
-fn usage(why: String) -> CommandError {
+fn usage(why: &str) -> CommandError {
     CommandError::new(Exit::Usage, format!("{why}. Nothing was started"))
 }
 
@@ -86,19 +86,19 @@ fn indices(cards: &[&Card]) -> String {
 fn as_named<'a>(own: &[Gpu], named: &[String], cards: &'a [Card]) -> Result<Vec<&'a Card>, CommandError> {
     let targets = named.iter().map(|gpu| gpus::named(gpu, cards)).collect::<Result<Vec<_>, _>>()?;
     if targets.len() != own.len() {
-        let (has, names) = (own.len(), targets.len());
-        return Err(usage(format!(
-            "the program has {has} GPUs, and --gpus names {names}: name one for each of {}, in this order",
+        let (has, given) = (own.len(), targets.len());
+        return Err(usage(&format!(
+            "the program has {has} GPUs, and --gpus names {given}: name one for each of {}, in this order",
             list(own)
         )));
     }
     if let Some((place, card)) = targets.iter().enumerate().find(|(place, card)| targets[..*place].contains(card)) {
-        return Err(usage(format!("GPU {} is named twice in --gpus, at the places {place} and before: each needs its own", card.index)));
+        return Err(usage(&format!("GPU {} is named twice in --gpus, at the places {place} and before: each needs its own", card.index)));
     }
     if let Some((gpu, card)) = own.iter().zip(&targets).find(|(gpu, card)| !is_of_model(gpu, card)) {
         let (uuid, index, name) = (short_uuid(&gpu.uuid), card.index, &card.name);
         let model = model(gpu);
-        return Err(failed(format!("{uuid} is a {model}, GPU {index} a {name}: the driver restores only on GPUs of one model")));
+        return Err(failed(&format!("{uuid} is a {model}, GPU {index} a {name}: the driver restores only on GPUs of one model")));
     }
     Ok(targets)
 }
@@ -117,17 +117,17 @@ fn meant<'a>(own: &[Gpu], cards: &'a [Card]) -> Result<Vec<&'a Card>, CommandErr
             } else {
                 format!("of the model, there is only GPU {}", indices(&alike))
             };
-            return Err(failed(format!("{not_here}, and {found}")));
+            return Err(failed(&format!("{not_here}, and {found}")));
         }
         if alike.len() > needed {
             let whole = list(own);
             let choose = format!("choose with --gpus, one for each of {whole}, in this order");
-            return Err(usage(format!("{not_here}; of the model there are GPU {}: {choose}", indices(&alike))));
+            return Err(usage(&format!("{not_here}; of the model there are GPU {}: {choose}", indices(&alike))));
         }
     }
     let target = |gpu: &Gpu| {
         let place = others.iter().position(|card| is_of_model(gpu, card));
-        here(gpu).or_else(|| place.map(|place| others.remove(place))).ok_or_else(|| failed(format!("{} is not here", list([gpu]))))
+        here(gpu).or_else(|| place.map(|place| others.remove(place))).ok_or_else(|| failed(&format!("{} is not here", list([gpu]))))
     };
     own.iter().map(target).collect()
 }

@@ -6,6 +6,7 @@ use crate::execute::Execute;
 use crate::ui::Ui;
 use crate::ui::output;
 use clap_complete::ArgValueCandidates;
+use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{self, Command, Stdio};
@@ -36,6 +37,7 @@ Examples:
   vramctl load /images/llama --gpus 2,3   # a program of two GPUs, on others
   vramctl load /images/llama --name e2 --detach --log /var/log/e2.log
   vramctl load /images/llama --copies 4 --port 8000=9001 # e-1 at 9001 and so on")]
+#[allow(clippy::struct_excessive_bools)] // options
 pub struct Args {
     /// The image
     #[arg(value_name = "DIR")]
@@ -165,7 +167,9 @@ impl Execute for Args {
         if !self.quiet {
             let stages: Vec<_> = loaded.stages.iter().map(|(stage, took)| format!("{stage} {}", took.as_millis())).collect();
             let place = if loaded.placement.is_empty() { String::new() } else { format!(" on {}", loaded.placement) };
-            eprintln!("loaded {} (pid {}){place}: {} ms", loaded.name, loaded.pid, stages.join(", "));
+            let line = format!("loaded {} (pid {}){place}: {} ms\n", loaded.name, loaded.pid, stages.join(", "));
+            // In one piece: other copies may write at the same time. It runs, whether that can be told or not.
+            let _ = io::stderr().write_all(line.as_bytes());
         }
         if self.detach {
             return Ok(Exit::Done);
