@@ -355,6 +355,13 @@ VramctlResult vramctl_set_engine(const char *name);
 // `tags`: 1 if it does, 0 if not.
 VramctlResult vramctl_set_engine_tags_cache(int32_t tags);
 
+// Declares that a thread has entered a memory pool of torch's, or has left it. While any thread of the process is in one, torch returns no free
+// memory to CUDA and does not ask again after an error. So in a program that shares its GPUs (`vramctl run --share`), torch's requests then wait
+// for room at once, instead of getting an error first. The Python package declares its own pools.
+//
+// `entered`: 1 if it has entered the pool, 0 if it has left it.
+VramctlResult vramctl_note_torch_pool(int32_t entered);
+
 // Sets whether a tag's backups in host memory are retained after a resume, so that the next pause copies only what has
 // changed. Drops retained backups that are no longer wanted.
 //

@@ -139,11 +139,20 @@ class _Scope:
             entered = torch.cuda.use_mem_pool(self.pool, self.device)
             entered.__enter__()
             self._entered = entered
+            _note_pool(entered=True)
 
     def leave(self) -> None:
         entered, self._entered = self._entered, None
         if entered is not None:
+            _note_pool(entered=False)
             entered.__exit__(None, None, None)
+
+
+def _note_pool(*, entered: bool) -> None:
+    """Meanwhile, torch gives nothing back to CUDA when it runs out of memory, and does not ask again (pytorch#159674)."""
+    note = getattr(ctypes.CDLL(None), "vramctl_note_torch_pool", None)
+    if note is not None:
+        note(int(entered))
 
 
 class _Thread(threading.local):

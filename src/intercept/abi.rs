@@ -554,6 +554,19 @@ pub extern "C" fn vramctl_set_engine_tags_cache(tags: i32) -> VramctlResult {
     })
 }
 
+/// Declares that a thread has entered a memory pool of torch's, or has left it. While any thread of the process is in one, torch returns no free
+/// memory to CUDA and does not ask again after an error. So in a program that shares its GPUs (`vramctl run --share`), torch's requests then wait
+/// for room at once, instead of getting an error first. The Python package declares its own pools.
+///
+/// `entered`: 1 if it has entered the pool, 0 if it has left it.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramctl_note_torch_pool(entered: i32) -> VramctlResult {
+    answer(|| {
+        room::note_torch_pool(truth("entered", entered)?);
+        Ok(())
+    })
+}
+
 /// Sets whether a tag's backups in host memory are retained after a resume, so that the next pause copies only what has
 /// changed. Drops retained backups that are no longer wanted.
 ///

@@ -2,19 +2,21 @@
 //! code, or what the program itself has paused. It waits outside the gate, and without a lock of the library's: handlers have returned by then.
 //! If one of our functions reaches another, the outermost waits.
 //!
-//! Torch gets its first error at once: it gives back what it has cached, and asks again.
+//! Torch gets its first error at once where it then gives back what it has cached, and asks again: not while a pool is entered, or a graph is
+//! captured (`captures_underway` in c10/cuda/CUDACachingAllocator.cpp, pytorch#159674).
 
 use crate::exclude;
 use crate::table::Effect;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::member::{self, room};
 use vramctl_core::memory::Memory;
 use vramctl_core::transition::Resume;
-use vramctl_driver::{CUdevice, Current};
+use vramctl_driver::{CUdevice, Current, streams};
 use vramctl_host::guarded;
 use vramctl_model::{Error, Report, ResumeRequest, StatusCode, code};
 
@@ -224,13 +226,29 @@ impl Wait {
     }
 }
 
-/// Whether the request is torch's, which gives back what it has cached when it gets an error, and asks again.
+/// How many of torch's pools are entered, in all threads.
+static POOLS: AtomicU32 = AtomicU32::new(0);
+
+/// A thread has entered one of torch's pools, or has left it.
+pub fn note_torch_pool(is_entered: bool) {
+    if is_entered {
+        POOLS.fetch_add(1, Ordering::Relaxed);
+    } else {
+        _ = POOLS.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |pools| pools.checked_sub(1));
+    }
+}
+
+/// Whether the request is torch's, and torch gives back what it has cached when it gets an error, and asks again.
 fn gives_back_first(caller: Caller, lacked: Shortage) -> bool {
-    let is_torchs = || {
-        caller.address.is_null() || {
+    let asks_again = || {
+        POOLS.load(Ordering::Relaxed) == 0 && !streams::is_any_captured() && {
             let library = exclude::library_at(caller.address).name();
             library.starts_with("libc10_cuda") || library.starts_with("libtorch_cuda")
         }
     };
-    caller.effect == Effect::Allocates && !lacked.is_guess && is_torchs() && REFUSED.replace(Some(lacked.bytes)) != Some(lacked.bytes)
+    caller.effect == Effect::Allocates
+        && !caller.address.is_null()
+        && !lacked.is_guess
+        && asks_again()
+        && REFUSED.replace(Some(lacked.bytes)) != Some(lacked.bytes)
 }

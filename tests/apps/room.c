@@ -17,9 +17,10 @@
  *   check        whether all that has been taken is as it was written: ok or corrupt
  *   poll         from now on, a thread asks an event and a stream whether they have work
  *   capture, end a relaxed capture
+ *   pool         from now on, it is in a pool of torch's, as the Python package tells the library
  *   stop CALL    stops the process, as SIGSTOP does, before the next use of a function of the simulated driver
  *
- * Knows nothing of vramctl.
+ * Otherwise knows nothing of vramctl.
  */
 #define _GNU_SOURCE
 #include "check.h"
@@ -190,6 +191,14 @@ static int stop_before(const char *call)
 	return fail(call, 1, UINT32_MAX - 3, 1);
 }
 
+static int pool(void)
+{
+	int (*note)(int);
+	*(void **)&note = dlsym(RTLD_DEFAULT, "vramctl_note_torch_pool");
+	check(note != NULL, "not the library");
+	return note(1);
+}
+
 static int on_term(void)
 {
 	return signal(SIGTERM, check_and_exit) == SIG_ERR;
@@ -202,7 +211,7 @@ int main(void)
 		int (*make)(void);
 	} calls[] = { { "first\n", first }, { "context\n", another }, { "load\n", load }, { "launch\n", launch },
 		      { "graph\n", graph }, { "stream\n", stream },   { "poll\n", poll },
-		      { "capture\n", capture }, { "end\n", end },
+		      { "capture\n", capture }, { "end\n", end },	   { "pool\n", pool },
 		      { "at-exit\n", at_exit }, { "free-at-exit\n", frees_at_exit }, { "on-term\n", on_term } };
 	char line[64], call[64];
 	size_t mib;

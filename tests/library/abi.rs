@@ -140,6 +140,15 @@ fn the_margin_is_set_and_the_version_is_the_packages() {
     assert_eq!(unsafe { CStr::from_ptr(vramctl_version()) }.to_str().unwrap(), env!("CARGO_PKG_VERSION"));
 }
 
+/// As the Python package does.
+#[test]
+fn a_pool_of_torchs_is_entered_and_left() {
+    for entered in [1, 0, 0] {
+        assert_eq!(vramctl_note_torch_pool(entered), VramctlResult::OK);
+    }
+    assert_eq!(vramctl_note_torch_pool(7), Kind::Invalid);
+}
+
 /// `vramctl pause` decides by this name what it refuses to discard.
 #[test]
 fn a_process_announces_its_engine() {

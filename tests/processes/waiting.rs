@@ -4,6 +4,7 @@ use crate::common::machine::{Machine, Program};
 use crate::common::{built, eventually, patiently, programs};
 use serde_json::{Value, json};
 use std::fs::{self, File};
+use std::os::unix::fs::symlink;
 use std::process::Command;
 use std::thread;
 use std::time::Duration;
@@ -114,6 +115,33 @@ fn questions_about_work_are_no_calls() {
     thread::sleep(Duration::from_millis(300));
     assert_eq!(member(&machine, &asking)["place"], "away");
     assert_eq!(asking.ask("check"), "ok");
+}
+
+/// Torch gives back what it has cached when it gets an error, and asks again; but not in a pool or a capture, where an error would be final.
+#[test]
+fn torch_gets_an_error_first_only_where_it_asks_again() {
+    let machine = crowded();
+    let torch = machine.folder.path().join("libc10_cuda.so");
+    symlink(room(), &torch).unwrap();
+    let torch = torch.to_str().unwrap();
+    for (request, answers) in [("", &["2", "0"][..]), ("pool", &["0"]), ("capture", &["0"])] {
+        let mut idle = idle(&machine, 48);
+        let mut asking = Program::ready(&mut sharing(&machine, "asking", &[torch]));
+        assert_eq!(asking.ask("first"), "0");
+        if !request.is_empty() {
+            assert_eq!(asking.ask(request), "0");
+        }
+        for answer in answers {
+            assert_eq!(asking.ask("take 40"), *answer, "{request}");
+        }
+        if request == "capture" {
+            assert_eq!(asking.ask("end"), "0");
+        }
+        assert_eq!(asking.ask("check"), "ok");
+        asking.end();
+        idle.verify();
+        idle.end();
+    }
 }
 
 /// What can never be had fails as it would alone: above the program's own limit, and on any GPU of this size.
