@@ -229,6 +229,31 @@ fn a_program_is_loaded_on_the_gpu_that_is_named() {
     drop(hog);
 }
 
+/// What `scripts/gpu-images` does on two real machines.
+#[test]
+fn an_image_is_carried_to_another_machine_in_an_archive() {
+    let Some(mut images) = Images::new() else { return };
+    let folder = images.machine.folder.path().to_owned();
+    let part = |images: &Images, part: &str, directory: &str| {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/gpu-images");
+        let mut command = images.machine.command("python3", &[script.to_str().unwrap(), "--only", part]);
+        let bin = Path::new(common::command_line()).parent().unwrap();
+        command.arg("--bin").arg(bin).arg("--images").arg(folder.join(directory)).arg("--tar").arg(folder.join("carried.tar.gz"));
+        command.env("VRAMCTL_CRIU", images.criu).env("SIMGPU_RESTORE_THREAD", "1");
+        let done = Ran::of(in_own_session(without_inherited(&mut command))).expect(0, "", "");
+        let last = done.out.lines().last().unwrap();
+        serde_json::from_str::<serde_json::Value>(last).unwrap()
+    };
+    let exported = part(&images, "export", "images/here");
+    images.machine.becomes(1, 9, 0);
+    fs::remove_dir_all(folder.join("images")).unwrap();
+    let imported = part(&images, "import", "images/there");
+    assert_eq!((&imported["equal"], &imported["answer"]), (&true.into(), &exported["answer"]), "{imported}");
+    assert_eq!(imported["was"], exported["machine"]);
+    assert_ne!(imported["here"]["gpus"], imported["was"]["gpus"]);
+    common::eventually("no process is left", || images.processes().is_empty());
+}
+
 #[test]
 fn copies_get_the_gpus_that_are_named_in_turn() {
     const PROGRAM: &str = r#"

@@ -4,6 +4,7 @@
 //! driver's checkpoint leaves the rest in the process. [`Save`] and [`Load`] have the steps.
 
 mod bare;
+mod content;
 mod copies;
 mod criu;
 mod details;

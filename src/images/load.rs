@@ -496,6 +496,7 @@ fn in_surroundings(manifest: &Manifest, details: &Details) -> Vec<CommandError> 
     const MOST_NAMED: usize = 5;
     let mut found = Vec::new();
     found.extend(surroundings::lacks_of(&manifest.cpu, &surroundings::processor()));
+    found.extend(manifest.processes.iter().map(|process| process.pid).max().and_then(surroundings::no_such_id));
     let taken = surroundings::taken(&details.locks);
     if !taken.is_empty() {
         found.push(format!("it has a lock on each of these files, which are locked: {}; end whoever has them", taken.join(", ")));

@@ -23,7 +23,7 @@ use crate::look::{self, Look};
 use crate::patch::{self, Link};
 use crate::shared;
 use crate::tree::{self, Kind, Tree};
-use crate::{namespace, surroundings};
+use crate::{content, namespace, surroundings};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Seek};
@@ -594,6 +594,11 @@ impl Run<'_> {
                 ..look::credentials(node.pid)
             })
         };
+        let known = |file: &OpenFile| {
+            let path = PathBuf::from(format!("/proc/{}/root/{}", self.root(), file.path));
+            let content = (file.policy == FilePolicy::Read).then(|| content::of(&path)).flatten();
+            OpenFile { content, ..file.clone() }
+        };
         let connection =
             |one: &look::Outside| Ok(Connection { process: pid_there(one.pid)?, local: one.local.clone(), remote: one.remote.clone() });
         let listener = |(pid, address): &(u32, SocketAddr)| Ok(Listener { process: pid_there(*pid)?, address: address.to_string() });
@@ -618,7 +623,7 @@ impl Run<'_> {
             connections: look.outside.iter().map(connection).collect::<Result<_, CommandError>>()?,
             streams: streams.collect(),
             // The library looks for its lock now and then.
-            files: look.files.iter().filter(|file| !Path::new(&file.path).starts_with(self.save.directory.path())).cloned().collect(),
+            files: look.files.iter().filter(|file| !Path::new(&file.path).starts_with(self.save.directory.path())).map(known).collect(),
             remaps,
             ..Manifest::default()
         };

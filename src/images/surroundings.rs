@@ -1,6 +1,7 @@
 //! What a program has been running in and goes on with, beside its own memory: files, packages and the processor. CRIU looks at files that are open, and
 //! at those by their size alone.
 
+use crate::content;
 use crate::details::Lock;
 use crate::tree::named;
 use std::collections::{BTreeMap, BTreeSet};
@@ -129,6 +130,7 @@ pub fn files(pid: u32, opened: impl Iterator<Item = (PathBuf, fs::Metadata, File
         path: path.to_string_lossy().into_owned(),
         bytes: metadata.len(),
         modified: modified(&metadata),
+        content: None,
         policy,
     });
     Ok(listed.collect())
@@ -155,8 +157,11 @@ pub fn changes(files: &[OpenFile]) -> Vec<String> {
         };
         let is_same = match file.policy {
             FilePolicy::Append => metadata.is_file(),
-            FilePolicy::Read => metadata.len() == file.bytes && modified(&metadata) == file.modified,
-            FilePolicy::Copy | FilePolicy::Refuse => metadata.len() == file.bytes,
+            // Where it was installed at another time, its content tells.
+            FilePolicy::Read if modified(&metadata) != file.modified => {
+                metadata.len() == file.bytes && file.content.is_some() && content::of(Path::new(path)) == file.content
+            }
+            FilePolicy::Read | FilePolicy::Copy | FilePolicy::Refuse => metadata.len() == file.bytes,
         };
         let what = if metadata.len() == file.bytes {
             "written to since".to_owned()
@@ -166,6 +171,16 @@ pub fn changes(files: &[OpenFile]) -> Vec<String> {
         (!is_same).then(|| format!("{path} ({what})"))
     };
     files.iter().filter_map(change).collect()
+}
+
+/// Why a program with this process id cannot have it here.
+pub fn no_such_id(most: u32) -> Option<String> {
+    let text = fs::read_to_string("/proc/sys/kernel/pid_max").unwrap_or_default();
+    beyond(most, text.trim().parse().ok()?)
+}
+
+fn beyond(most: u32, end: u32) -> Option<String> {
+    (most >= end).then(|| format!("it has a process {most}, and ids end at {end} here (sysctl kernel.pid_max); set that higher"))
 }
 
 /// Which of these locks somebody else has, so that the program would wait for it.
@@ -227,6 +242,12 @@ mod tests {
     }
 
     #[test]
+    fn ids_that_there_are_not_are_named() {
+        assert!(beyond(32768, 32768).unwrap().contains("32768") && beyond(32767, 32768).is_none());
+        assert!(no_such_id(std::process::id()).is_none() && no_such_id(u32::MAX).is_some());
+    }
+
+    #[test]
     fn another_kernel_and_another_driver_are_named() {
         let versions = |kernel: &str, driver: &str| Versions { kernel: kernel.into(), driver: driver.into(), ..Versions::default() };
         let saved = versions("6.18.3-generic", "580.159.04");
@@ -246,15 +267,21 @@ mod tests {
         fs::write(&path, "before").unwrap();
         let listed = |policy| {
             let metadata = fs::symlink_metadata(&path).unwrap();
-            [OpenFile { path: path.to_str().unwrap().into(), bytes: metadata.len(), modified: modified(&metadata), policy }]
+            let path = path.to_str().unwrap().into();
+            [OpenFile { path, bytes: metadata.len(), modified: modified(&metadata), content: None, policy }]
         };
         let [read, append, write] = [FilePolicy::Read, FilePolicy::Append, FilePolicy::Refuse].map(listed);
-        assert!([&read, &append, &write].iter().all(|files| changes(*files).is_empty()));
+        let known = [OpenFile { content: content::of(&path), ..read[0].clone() }];
+        assert!([&read, &append, &write, &known].iter().all(|files| changes(*files).is_empty()));
+        // On another machine, it was installed at another time.
+        let touched = fs::File::options().write(true).open(&path).unwrap();
+        touched.set_modified(SystemTime::now() - Duration::from_secs(100)).unwrap();
+        assert_eq!([&read, &known].map(|files| changes(files).len()), [1, 0]);
         // As large as before, as CRIU would not notice.
         let mut file = fs::File::options().write(true).open(&path).unwrap();
         file.write_all(b"after!").unwrap();
         file.set_modified(SystemTime::now() + Duration::from_secs(1)).unwrap();
-        assert_eq!([&read, &append, &write].map(|files| changes(files).len()), [1, 0, 0]);
+        assert_eq!([&read, &append, &write, &known].map(|files| changes(files).len()), [1, 0, 0, 1]);
         file.set_len(100).unwrap();
         assert_eq!([&read, &append, &write].map(|files| changes(files).len()), [1, 0, 1]);
         fs::remove_file(&path).unwrap();

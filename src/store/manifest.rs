@@ -171,6 +171,9 @@ pub struct OpenFile {
     pub bytes: u64,
     /// When it was changed, in nanoseconds since 1970.
     pub modified: i64,
+    /// What tells its content, where that is quick to say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub content: Option<String>,
     /// What becomes of it.
     pub policy: FilePolicy,
 }
