@@ -305,8 +305,8 @@ VramctlResult vramctl_cache_report(const struct VramctlSegment *segments, size_t
 // `problem` must be null or NUL-terminated.
 VramctlResult vramctl_cache_answer(const char *problem);
 
-// For an inference engine in a program that shares its GPUs (`vramctl run --share`): waits until somebody is about to take memory of it, and
-// writes the request's number to `number`. The Python package does all this for the engines that it knows.
+// For an inference engine in a program that shares its GPUs or is to be saved (`vramctl run --share`, `--image`): waits until somebody is about to
+// take memory of it, and writes the request's number to `number`. The Python package does all this for the engines that it knows.
 //
 // One thread of the program calls this in a loop and does nothing but pass the number on to the engine's own loop. If no request uses the KV
 // cache, that loop resets the engine's prefix cache, and then calls `vramctl_prefix_cache_answer`, within 0.2 s. Then the contents of the tag
@@ -322,7 +322,8 @@ VramctlResult vramctl_prefix_cache_answer(uint64_t number,
                                           int32_t is_reset);
 
 // For an inference engine's loop: whether it has no requests now (1) or has some (0). Called when that changes; until the first call, it has
-// some. `VRAMCTL_RESULT_INVALID`: the program does not share its GPUs, or keeps its cache (`--keep-cache`), so nobody will ask.
+// some. `VRAMCTL_RESULT_INVALID`: the program neither shares its GPUs nor was started for images, or keeps its cache (`--keep-cache`),
+// so nobody will ask.
 VramctlResult vramctl_prefix_cache_idle(int32_t is_idle);
 
 // Has the program's own allocator return cached memory to CUDA, and waits for that. Must not be called from the thread that calls

@@ -979,3 +979,108 @@ for line in sys.stdin:
     refuses_to_load(&images, Path::new(&images.image("fails"))).expect(1, "", "cuMemsetD8Async");
     images.nothing_is_left("a load whose zeros were refused");
 }
+
+/// A program that ends by itself before all of it is back has been loaded, and its exit code is the command's.
+#[test]
+fn a_program_may_end_while_it_is_being_loaded() {
+    const PROGRAM: &str = r#"
+import ctypes, os, sys
+pointer = ctypes.c_void_p()
+assert ctypes.CDLL("libcudart.so.13").cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(4 << 20)) == 0
+print("ready", flush=True)
+sys.stdin.read()
+os._exit(7)
+"#;
+    let Some(images) = Images::new() else { return };
+    let mut command = images.cli("run --name engine --no-python -- python3 -c");
+    let mut engine = Program::ready(in_own_session(command.arg(PROGRAM).env("SIMGPU_RESTORE_THREAD", "1")));
+    images.save("engine", "image").expect(0, "saved", "");
+    engine.ended();
+    // At once, at some moment, and before the command has looked for it.
+    for more in ["", " --detach", " --log /dev/null"] {
+        let mut load = images.cli(&format!("load {} --name e{more}", images.image("image")));
+        Ran::of(load.stdin(Stdio::null())).expect(7, "", "loaded e (");
+        let (held, load) = images.holding("restore-after", &mut load);
+        let load = load.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        held.is_reached();
+        let is_program = |pid: &u32| fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|text| text.contains("stdin.read"));
+        common::eventually("it has ended", || !images.processes().iter().any(is_program));
+        held.go();
+        Ran::end_of(load).expect(7, "", "loaded e (has ended)");
+        images.nothing_is_left("a program that has ended");
+    }
+}
+
+/// An idle engine's KV cache is not in the image, and that of one with a request is. Each answers right afterwards, and goes on with what it has begun.
+#[test]
+fn an_idle_engines_cache_is_not_saved() {
+    /// The stand-in's engine, with weights of 4 MiB and a cache of 8.
+    const PROGRAM: &str = r#"
+import os, sys, threading
+sys.path[:0] = [sys.argv[1]]
+import server
+from vllm.v1.engine.core import EngineCoreProc, EngineCoreRequestType, Request, after, first
+engine = EngineCoreProc(server.weights("engine", 4), 8 << 20)
+
+def ask(prompt, count):
+    request = Request(prompt, count)
+    engine.input_queue.put((EngineCoreRequestType.ADD, (request, 0)))
+    return request
+
+def serve():
+    print("ready", flush=True)
+    for line in sys.stdin:
+        if line == "short\n":
+            request = ask("Hello", 3)
+            made = [request.outputs.get() for _ in range(4)]
+            print(made == [*server.tokens("engine", 4, "Hello", 3), None], engine.scheduler.hits, flush=True)
+        elif line == "begin\n":
+            endless, state = ask("endless", 1 << 30), first(server.weights("engine", 4), "endless")
+        if line in ("begin\n", "more\n"):
+            is_right = True
+            for _ in range(20):
+                state = after(state)
+                is_right &= endless.outputs.get() == int.from_bytes(state, "little")
+            print(is_right, flush=True)
+    os._exit(0)
+
+threading.Thread(target=serve).start()
+engine.run_busy_loop()
+"#;
+    /// What torch allocates for each.
+    const SEGMENT: u64 = 20 << 20;
+    let Some(images) = Images::new() else { return };
+    let stand_in = Path::new(env!("CARGO_MANIFEST_DIR")).join("python/tests/fake_vllm");
+    let mut command = images.cli("run --image --name engine -- python3 -c");
+    let mut engine = Program::ready(in_own_session(command.arg(PROGRAM).arg(stand_in).env("SIMGPU_RESTORE_THREAD", "1")));
+    let save = |words: &str, name: &str| {
+        let saved = images.vramctl(&format!("save {words} {} --json", images.image(name))).expect(0, "", "").json();
+        saved["bytes"]["contents"].as_u64().unwrap()
+    };
+    assert_eq!(engine.ask("short"), "True 0");
+    assert_eq!(engine.ask("short"), "True 1");
+    assert!(save("engine --keep --keep-cache", "with") > SEGMENT);
+    assert_eq!(engine.ask("short"), "True 2", "what is in its cache serves on");
+    // Unless its loop does not answer in time, on a busy machine.
+    let mut tries = 0;
+    common::eventually("it is dropped", || {
+        tries += 1;
+        let is_dropped = save("engine --keep", &format!("without{tries}")) <= SEGMENT;
+        let hits = if is_dropped { 2 } else { 2 + tries };
+        assert_eq!(engine.ask("short"), format!("True {hits}"));
+        is_dropped
+    });
+    engine.end();
+    let mut loaded = images.load(&format!("without{tries}"), "loaded");
+    assert_eq!(loaded.ask("short"), format!("True {}", 1 + tries), "nothing of it is used");
+    assert_eq!(loaded.ask("short"), format!("True {}", 2 + tries));
+
+    assert_eq!(loaded.ask("begin"), "True");
+    assert!(save("loaded", "busy") > SEGMENT);
+    loaded.ended();
+    let mut busy = images.load("busy", "busy");
+    assert_eq!(busy.ask("more"), "True");
+    assert_eq!(busy.ask("short"), format!("True {}", 3 + tries), "its cache is there");
+    busy.end();
+    images.nothing_is_left("an engine");
+}

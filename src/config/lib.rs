@@ -100,7 +100,7 @@ pub struct Config {
     pub gives_back_after: Option<Duration>,
     /// `VRAMCTL_WAIT`: how long a request waits for room while nobody can give way.
     pub waits_for: Option<Duration>,
-    /// `VRAMCTL_KEEP_CACHE`: what becomes of an idle inference engine's KV cache while a scheduler has taken it.
+    /// `VRAMCTL_SHARE`, `VRAMCTL_IMAGE` and `VRAMCTL_KEEP_CACHE`: what becomes of an idle inference engine's KV cache when a scheduler takes it or a save writes the program.
     pub idle_cache: IdleCache,
     /// `VRAMCTL_TRACE`: how many bytes of events are kept. 0: none are recorded, until somebody asks for it.
     pub trace: usize,
@@ -122,7 +122,7 @@ pub struct Config {
     pub complaints: Vec<String>,
 }
 
-/// What becomes of an idle inference engine's KV cache while a scheduler has taken it.
+/// What becomes of an idle inference engine's KV cache when a scheduler takes it or a save writes the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IdleCache {
     /// The engine resets its prefix cache, if it can, and the contents are not kept.
@@ -224,6 +224,8 @@ impl Config {
         let retains_all = variables.switch("TMS_RETAIN_CPU_BACKUP") == Some(true);
         let name = variables.name();
         let shares = variables.switch("VRAMCTL_SHARE") == Some(true);
+        let may_be_asked = variables.switch("VRAMCTL_IMAGE") == Some(true) || shares;
+        let keeps_cache = variables.switch("VRAMCTL_KEEP_CACHE") == Some(true);
         Self {
             tag: variables.tag().or_else(|| manages_all.then(|| DEFAULT_TAG.into())),
             thread_default_backup: variables.thread_default_backup().or_else(|| manages_all.then_some(Policy::Discard)),
@@ -250,7 +252,7 @@ impl Config {
             ),
             gives_back_after: variables.seconds("VRAMCTL_IDLE").filter(|time| !time.is_zero()),
             waits_for: variables.seconds("VRAMCTL_WAIT"),
-            idle_cache: if variables.switch("VRAMCTL_KEEP_CACHE") == Some(true) { IdleCache::Kept } else { IdleCache::Dropped },
+            idle_cache: if may_be_asked && !keeps_cache { IdleCache::Dropped } else { IdleCache::Kept },
             trace: variables.trace(),
             watch: variables.parsed("VRAMCTL_WATCH", Watch::parse, "not a size such as 5G, nor 5G,trim; ignored").unwrap_or_default(),
             job: name.clone().or_else(|| variables.set("VRAMCTL_JOB")),

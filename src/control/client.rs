@@ -258,8 +258,8 @@ impl Client {
         answer!(self, Request::Holdings, Reply::Holdings(holdings) => holdings)
     }
 
-    /// Has its inference engine reset its prefix cache, if it has one that does so.
-    pub fn reset_prefix_cache(&mut self, epoch: u64) -> Result<(), ClientError> {
+    /// Has its inference engine reset its prefix cache, if it has one that does so. `epoch`: the scheduler's that asks.
+    pub fn reset_prefix_cache(&mut self, epoch: Option<u64>) -> Result<(), ClientError> {
         answer!(self, Request::ResetPrefixCache { epoch }, Reply::PrefixCacheReset => ())
     }
 

@@ -160,8 +160,9 @@ pub enum Request {
     Holdings,
     /// Have the inference engine reset its prefix cache, if it is idle, so that its KV cache need not be kept. At most 200 ms.
     ResetPrefixCache {
-        /// As in `share`.
-        epoch: u64,
+        /// The scheduler's that asks, as in `share`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        epoch: Option<u64>,
     },
     /// I have closed that memory.
     Close {

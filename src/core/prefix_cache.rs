@@ -1,5 +1,5 @@
 //! An inference engine's prefix cache, which describes what is in the KV cache. An idle engine resets it if a scheduler is about to take memory
-//! (`vramctl run --share`): then the KV cache need not be kept.
+//! (`vramctl run --share`), or a save to write it (`run --image`): then the KV cache need not be kept.
 //!
 //! Only the engine's own loop can reset it. So a thread of the program waits for requests ([`wait`]) and passes them on to that loop, which answers
 //! ([`answer`]). Nobody waits for a loop that does not answer soon: then the KV cache is kept.
@@ -154,8 +154,7 @@ pub fn set_idle(is_idle: bool) {
     lock().is_idle = is_idle;
 }
 
-/// Whether the program shares its GPUs and lets its engine's cache go.
+/// Whether the program shares its GPUs or may be saved, and lets its engine's cache go.
 pub fn is_wanted() -> bool {
-    let config = Config::get();
-    config.shares && config.idle_cache == IdleCache::Dropped
+    Config::get().idle_cache == IdleCache::Dropped
 }

@@ -89,7 +89,7 @@ fn serve(request: Request, connection: &Connection, lines: &mut Lines<'_>, files
         Request::Sharing(new) => member::share_so(new).map(Reply::Sharing),
         Request::Holdings => Ok(Reply::Holdings(memory.holdings())),
         Request::ResetPrefixCache { epoch } => {
-            member::admit(Some(epoch))?;
+            member::admit(epoch)?;
             prefix_cache::reset().map(|()| Reply::PrefixCacheReset)
         }
         Request::Order(_) => Err(Error::Invalid("orders are for the connection of a scheduler (`share`)".into())),

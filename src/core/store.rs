@@ -26,12 +26,15 @@ impl Memory {
         if all.iter().any(|allocation| allocation.contents().state.is_active()) {
             return Err(Error::Invalid("not all memory is paused, so its contents cannot be stored".into()));
         }
-        let kept: Vec<_> = all.iter().filter_map(|allocation| Some((allocation, allocation.contents().state.saved().cloned()?))).collect();
-        let saved: Vec<_> = kept.iter().map(|(_, saved)| Arc::clone(saved)).collect();
+        let saved_of = |allocation: &Arc<Allocation>| allocation.contents().state.saved().cloned();
+        let (kept, saved): (Vec<_>, Vec<_>) = all.iter().filter_map(|allocation| Some((allocation, saved_of(allocation)?))).unzip();
         let writer = Writer::from_descriptors(files).map_err(failed)?;
         let stored = backup::store(&saved, &writer)?;
         let bytes = stored.iter().map(|stored| stored.kept_bytes()).sum();
-        let described: Vec<_> = kept.iter().zip(&stored).map(|((allocation, _), stored)| describe(allocation, stored)).collect();
+        let of_kept = kept.iter().zip(&stored).map(|(allocation, stored)| describe(allocation, Some(&**stored)));
+        // They need room, too.
+        let of_dropped = all.iter().filter(|allocation| saved_of(allocation).is_none()).map(|allocation| describe(allocation, None));
+        let described: Vec<_> = of_kept.chain(of_dropped).collect();
         let packs: BTreeSet<_> = stored.iter().flat_map(|stored| packs_of(stored)).collect();
         let written = serde_json::to_writer(File::from(list), &(described, packs));
         written.map_err(|error| Error::Disk(error.to_string()))?;
@@ -39,11 +42,11 @@ impl Memory {
         backup::set_origin(Origin { directory: image.directory.into(), image: image.name, opened: None });
         // An image has all of the process's memory in it, so what is not needed must be gone.
         let _unpooled = backup::stop_pooling()?;
-        for ((allocation, _), now) in kept.iter().zip(stored) {
+        for (allocation, now) in kept.iter().zip(stored) {
             // Freed with the last of these.
             let _before = allocation.contents().state.replace_saved(now);
         }
-        drop((saved, kept));
+        drop(saved);
         Ok((bytes, writer.written().stored()))
     }
 
@@ -84,10 +87,11 @@ fn packs_of(stored: &Backup) -> Vec<PackId> {
     if let Backup::Stored(stored) = stored { stored.packs() } else { Vec::new() }
 }
 
-fn describe(allocation: &Allocation, stored: &Backup) -> Contents {
+/// `stored`: what is kept of it, if anything is.
+fn describe(allocation: &Allocation, stored: Option<&Backup>) -> Contents {
     let (ranges, pieces) = match stored {
-        Backup::Stored(stored) => (stored.live().iter().map(|live| (live.start as u64, live.len() as u64)).collect(), stored.ids()),
-        Backup::Host(_) | Backup::Disk(_) => (Vec::new(), Vec::new()),
+        Some(Backup::Stored(stored)) => (stored.live().iter().map(|live| (live.start as u64, live.len() as u64)).collect(), stored.ids()),
+        Some(Backup::Host(_) | Backup::Disk(_)) | None => (Vec::new(), Vec::new()),
     };
     let of = vramctl_store::Allocation {
         process: 0,

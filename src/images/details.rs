@@ -34,7 +34,7 @@ pub struct Details {
     pub sockets: PathBuf,
     /// The GPUs that it sees, and the memory that the driver's restore needs there.
     pub gpus: Vec<GpuUse>,
-    /// The memory that the contents need on each GPU.
+    /// The memory that the allocations need on each GPU.
     #[serde(default)]
     pub contents: Vec<GpuUse>,
     /// All GPUs of the machine, in the order of their indices.

@@ -148,7 +148,17 @@ pub fn run(task: &Task) -> i32 {
     let failure = restored.as_ref().err().map(ToString::to_string);
     let _ = report.write_all(&serde_json::to_vec(&Report { failure }).unwrap_or_default());
     drop(report);
-    restored.map_or(1, |(pid, _marked)| wait_for(pid))
+    restored.map_or(1, |(program, _marked)| match program {
+        Restored::Runs(pid) => wait_for(pid),
+        Restored::Ended(code) => code,
+    })
+}
+
+/// A program that was there again.
+enum Restored {
+    Runs(libc::pid_t),
+    /// By itself, while CRIU let go of it.
+    Ended(i32),
 }
 
 /// Ends this process, and with it all of its namespace, if the command dies before it has said that all is done.
@@ -164,8 +174,8 @@ fn end_without(decision: RawFd) -> io::Result<()> {
     thread::Builder::new().spawn(watch).map(drop)
 }
 
-/// Returns the program's id, and what says that it is being loaded, until it listens.
-fn restore(task: &Task) -> Result<(libc::pid_t, Vec<Marked>), CommandError> {
+/// Returns the program, and what says that it is being loaded, until it listens.
+fn restore(task: &Task) -> Result<(Restored, Vec<Marked>), CommandError> {
     let image = Store::open(&task.directory).and_then(|store| store.inspect(&task.image)).map_err(failed)?;
     let (manifest, details) = (image.manifest(), Details::of(image.manifest())?);
     let root = manifest.processes.first().ok_or_else(|| CommandError::new(Exit::Failed, "the image has no process"))?;
@@ -213,12 +223,26 @@ fn restore(task: &Task) -> Result<(libc::pid_t, Vec<Marked>), CommandError> {
     }
     let _ = fs::remove_dir_all(work);
     match failure {
-        None => Ok((root.pid.cast_signed(), marked)),
+        None => Ok((Restored::Runs(root.pid.cast_signed()), marked)),
         Some(why) => {
             marked.into_iter().for_each(Marked::remove);
-            Err(CommandError::new(Exit::Failed, format!("CRIU could not bring the process back {why}")))
+            match own_end(root.pid, &why) {
+                Some(code) => Ok((Restored::Ended(code), Vec::new())),
+                None => Err(CommandError::new(Exit::Failed, format!("CRIU could not bring the process back {why}"))),
+            }
         }
     }
+}
+
+/// The exit code of a process that ran again, and has ended by itself before CRIU had let go of all.
+fn own_end(pid: u32, errors: &str) -> Option<i32> {
+    if !errors.contains("Unable to detach") {
+        return None;
+    }
+    let mut status = 0;
+    // SAFETY: writable; touches nothing else.
+    let ended = unsafe { libc::waitpid(pid.cast_signed(), &raw mut status, 0) };
+    (ended == pid.cast_signed() && libc::WIFEXITED(status)).then(|| libc::WEXITSTATUS(status))
 }
 
 /// Ends what an attempt has left in this PID namespace, so that the ids are free.

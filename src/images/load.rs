@@ -101,8 +101,8 @@ impl Streams {
 /// A program that runs again.
 #[derive(Debug)]
 pub struct Loaded {
-    /// Its id.
-    pub pid: u32,
+    /// Its id. `None`: it has ended by itself already.
+    pub pid: Option<u32>,
     /// Its name.
     pub name: String,
     /// The GPUs that it has in place of others, for people.
@@ -222,7 +222,7 @@ impl Load {
     }
 
     fn contents_bytes(&self) -> u64 {
-        self.image.manifest().contents.iter().map(|listed| listed.of.bytes).sum()
+        self.image.manifest().contents.iter().filter(|listed| !listed.of.ranges.is_empty()).map(|listed| listed.of.bytes).sum()
     }
 
     /// Its name, and what it needs of the machine, for people.
@@ -273,30 +273,27 @@ impl Load {
         let brought = brought.and_then(|pid| self.agreement.map_or(Ok(()), Agreement::reach).map(|()| pid));
         // From now on, signals are the program's.
         drop((interruptible, lock));
-        if brought.is_ok() {
-            // If nobody reads it, the program has ended by itself meanwhile.
-            let _ = decision.write_all(&[1]);
-        }
         stages.push(("resume", begun.elapsed()));
-        match brought {
-            Ok(pid) => {
+        let failure = match brought {
+            Err(failure) if !self.has_ended_by_itself(&text, &first) => failure,
+            brought => {
+                // If nobody reads it, the program has ended by itself meanwhile.
+                let _ = decision.write_all(&[1]);
                 let placement = self.placements.first().map(Placement::in_words).unwrap_or_default();
-                Ok(Loaded { pid, name: self.name, placement, stages, first })
+                return Ok(Loaded { pid: brought.ok(), name: self.name, placement, stages, first });
             }
-            Err(failure) => {
-                let ended = first.try_wait().ok().flatten();
-                // The namespace ends with its first process.
-                let _ = first.kill();
-                let _ = first.wait();
-                let said = failure.to_string();
-                // That would be so if it were not loaded.
-                let said = said.strip_suffix(STAY_SUSPENDED).unwrap_or(&said);
-                Err(match ended {
-                    Some(status) => CommandError::new(Exit::Failed, format!("the program has ended before it was back ({status}): {said}")),
-                    None => failure.saying(format!("{said}. Nothing of the program is left")),
-                })
-            }
-        }
+        };
+        let ended = first.try_wait().ok().flatten();
+        // The namespace ends with its first process.
+        let _ = first.kill();
+        let _ = first.wait();
+        let said = failure.to_string();
+        // That would be so if it were not loaded.
+        let said = said.strip_suffix(STAY_SUSPENDED).unwrap_or(&said);
+        Err(match ended {
+            Some(status) => CommandError::new(Exit::Failed, format!("the program has ended before it was back ({status}): {said}")),
+            None => failure.saying(format!("{said}. Nothing of the program is left")),
+        })
     }
 
     /// Starts the first process of the namespaces. It reports through the first file, and ends if the second is closed before anything is written to it.
@@ -328,6 +325,14 @@ impl Load {
         }
         let child = namespace::spawn_apart(&mut command).map_err(cannot)?;
         Ok((child, report, decides))
+    }
+
+    /// Whether the program has ended after it was there again, as it may at any time. Then its namespace ends as it has. `report`: the first process's.
+    fn has_ended_by_itself(&self, report: &[u8], first: &Child) -> bool {
+        let was_there = serde_json::from_slice::<Report>(report).is_ok_and(|report| report.failure.is_none());
+        let root = self.image.manifest().processes.first().map(|process| process.pid);
+        let lives = |pid: &u32| pid_there(*pid) == root && !proc::has_ended(*pid);
+        was_there && !Tree::of(first.id(), &BTreeSet::new()).pids().iter().any(lives)
     }
 
     /// Gives the program its memory back, and lets it run. `report`: the first process's.

@@ -3,6 +3,7 @@
 //! | step | undone by |
 //! | --- | --- |
 //! | look whether it can be saved | |
+//! | idle engines reset their prefix caches: their KV caches are not kept | |
 //! | hold and pause all memory | resume |
 //! | the library writes the contents to the image, and keeps them there alone | the resume reads them |
 //! | the driver locks the processes without memory; look whether there are others now | unlock |
@@ -42,7 +43,7 @@ use vramctl_coordinator::checkpoint::{self, Checkpoint, Member};
 use vramctl_coordinator::deadline::Deadline;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::processes::{Found, Target};
-use vramctl_coordinator::{Operation, Reporter, proc};
+use vramctl_coordinator::{Operation, Reporter, parallel, proc};
 use vramctl_driver::{self as driver, checkpoint::GpuMap};
 use vramctl_model::{Bytes, GpuUse, PauseRequest};
 use vramctl_store::{
@@ -307,6 +308,9 @@ impl Run<'_> {
     fn save(&mut self, reporter: &dyn Reporter) -> Result<Saved, CommandError> {
         self.watch()?;
         self.is_paused = true;
+        if self.save.request.options.forgets_cache {
+            self.reset_prefix_caches();
+        }
         let request = self.save.request.clone();
         self.timed("pause", |run| run.save.checkpoint.pause(&request, None, reporter).map(drop))?;
         let (contents_bytes, written_bytes) = self.timed("store", Self::store)?;
@@ -334,6 +338,12 @@ impl Run<'_> {
             self.kill()?;
         }
         Ok(Saved { process, contents_bytes, written_bytes, process_bytes, stages: std::mem::take(&mut self.stages) })
+    }
+
+    /// The KV cache of an idle engine is worth less than its copy. One that has requests keeps it: the pause finds out.
+    fn reset_prefix_caches(&self) {
+        let reset = |part: &Part| self.client(part).is_ok_and(|mut client| client.reset_prefix_cache(None).is_ok());
+        let _ = parallel::each_well(&self.parts, reset);
     }
 
     /// Has the library write the contents of each process.
@@ -641,7 +651,7 @@ impl Run<'_> {
         Ok(manifest)
     }
 
-    /// The bytes that the allocations with contents need on each GPU.
+    /// The bytes that the allocations need on each GPU.
     fn contents_by_gpu(&self) -> Vec<GpuUse> {
         let mut found = BTreeMap::<String, u64>::new();
         for (part, member) in self.parts.iter().zip(&self.save.checkpoint.members) {

@@ -435,8 +435,8 @@ pub unsafe extern "C" fn vramctl_cache_answer(problem: *const c_char) -> Vramctl
     })
 }
 
-/// For an inference engine in a program that shares its GPUs (`vramctl run --share`): waits until somebody is about to take memory of it, and
-/// writes the request's number to `number`. The Python package does all this for the engines that it knows.
+/// For an inference engine in a program that shares its GPUs or is to be saved (`vramctl run --share`, `--image`): waits until somebody is about to
+/// take memory of it, and writes the request's number to `number`. The Python package does all this for the engines that it knows.
 ///
 /// One thread of the program calls this in a loop and does nothing but pass the number on to the engine's own loop. If no request uses the KV
 /// cache, that loop resets the engine's prefix cache, and then calls `vramctl_prefix_cache_answer`, within 0.2 s. Then the contents of the tag
@@ -469,7 +469,8 @@ pub extern "C" fn vramctl_prefix_cache_answer(number: u64, is_reset: i32) -> Vra
 }
 
 /// For an inference engine's loop: whether it has no requests now (1) or has some (0). Called when that changes; until the first call, it has
-/// some. `VRAMCTL_RESULT_INVALID`: the program does not share its GPUs, or keeps its cache (`--keep-cache`), so nobody will ask.
+/// some. `VRAMCTL_RESULT_INVALID`: the program neither shares its GPUs nor was started for images, or keeps its cache (`--keep-cache`),
+/// so nobody will ask.
 #[unsafe(no_mangle)]
 pub extern "C" fn vramctl_prefix_cache_idle(is_idle: i32) -> VramctlResult {
     answer(|| {
@@ -490,7 +491,8 @@ fn wants_prefix_cache() -> Result<(), Error> {
     if prefix_cache::is_wanted() {
         return Ok(());
     }
-    Err(Error::Invalid("the program does not share its GPUs, or keeps its KV cache (`--keep-cache`)".into()))
+    let why = "the program was started with neither --share nor --image, or keeps its KV cache (--keep-cache)";
+    Err(Error::Invalid(why.into()))
 }
 
 /// Has the program's own allocator return cached memory to CUDA, and waits for that. Must not be called from the thread that calls

@@ -99,7 +99,7 @@ impl Task {
         let is_discarded = |taken: &Amounts| taken.values().flatten().any(|amount| amount.class == Class::Discardable);
         let taken = self.leaving.iter().flat_map(|part| &part.taken);
         let pids: Vec<_> = taken.filter(|(_, taken)| is_discarded(taken)).map(|(pid, _)| *pid).collect();
-        let reset = |pid| Client::connect(&self.directory, pid).and_then(|mut process| process.reset_prefix_cache(self.epoch));
+        let reset = |pid| Client::connect(&self.directory, pid).and_then(|mut process| process.reset_prefix_cache(Some(self.epoch)));
         // The pause itself finds out all else.
         let is_late = |failure: &ClientError| matches!(failure, ClientError::Refused(refusal) if refusal.code == Kind::Busy);
         let failure = parallel::each_well(pids, reset).into_iter().filter_map(Result::err).find(is_late);

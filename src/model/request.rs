@@ -56,6 +56,9 @@ pub struct PauseOptions {
     /// Discard a KV cache even if an engine's prefix cache still describes it. The client takes care of that.
     #[serde(default, skip_serializing_if = "Not::not")]
     pub force: bool,
+    /// Keep no KV cache whose engine has reset its prefix cache, if no call has passed since.
+    #[serde(default, skip_serializing_if = "Not::not")]
+    pub forgets_cache: bool,
     /// What to do with memory that another process, a network card or NCCL has registered.
     #[serde(default, skip_serializing_if = "Registered::is_default")]
     pub registered: Registered,

@@ -1,4 +1,4 @@
-//! An engine's KV cache is discarded by a scheduler's pause only if the engine has reset its prefix cache, and no call has passed since.
+//! An engine's KV cache is discarded by a scheduler's pause, or a save's, only if the engine has reset its prefix cache, and no call has passed since.
 
 use crate::common::{self, Gpu, MIB, free, malloc_tagged, pattern, read, write};
 use std::collections::BTreeMap;
@@ -247,7 +247,31 @@ fn others_pauses_keep_it() {
     engine.end();
 }
 
-/// This program does not share its GPUs.
+/// A save takes all, and the weights are kept.
+#[test]
+fn a_save_discards_it_unless_a_call_has_passed() {
+    let engine = Engine::new(reset);
+    let save = || {
+        let pause = common::pausing_with(&[], |request| {
+            request.hold = Some(Duration::from_secs(100));
+            request.options.forgets_cache = true;
+        });
+        Memory::get().pause(&Pause { engine: engine::name(), ..pause }, &mut ()).unwrap().discarded_bytes
+    };
+    let resume = || Memory::get().resume(&common::resuming(&[]), &mut ()).unwrap();
+    ask();
+    work_on(engine.cache);
+    assert_eq!(save(), 0);
+    resume();
+    assert!(engine.has_kept());
+    ask();
+    assert_eq!(save(), LARGE);
+    resume();
+    assert!(!engine.has_kept());
+    engine.end();
+}
+
+/// This program neither shares its GPUs nor was started for images.
 #[test]
 fn an_engine_hears_that_nobody_will_ask() {
     let mut number = 0;

@@ -259,7 +259,7 @@ impl State {
             Request::Cache | Request::Trim { .. } | Request::Watch { .. } => panic!("python/tests/test_trim.py has real processes"),
             Request::Store(_) | Request::Origin { .. } | Request::Detach => panic!("tests/images.rs has real processes"),
             Request::SetAside(_) => panic!("tests/processes/shared.rs has real processes"),
-            Request::ResetPrefixCache { .. } => panic!("only the scheduler asks for it"),
+            Request::ResetPrefixCache { .. } => panic!("only the scheduler and a save ask for it"),
             Request::Open { .. } | Request::Claim | Request::Close { .. } => panic!("the command line shares no memory"),
         }
     }

@@ -1,6 +1,6 @@
 """Resets an idle engine's prefix cache when somebody is about to take its memory, so that its KV cache need not be kept.
 
-Only for programs that share their GPUs (`vramctl run --share`), unless they keep their caches (`--keep-cache`). A daemon thread waits in the
+Only for programs that share their GPUs or are to be saved (`vramctl run --share`, `--image`), unless they keep their caches (`--keep-cache`). A daemon thread waits in the
 library, and passes each request on to the engine's own loop, which alone may reset the cache, and answers. The library keeps the contents if
 the loop does not answer, or if any call has started device work since the reset.
 """

@@ -54,25 +54,25 @@ ARENA = Hook(
     without="such a cache keeps the process's tag",
 )
 IDLE = Hook(
-    what="resets the prefix cache of an idle engine that gives way (`vramctl run --share`), on its scheduler's loop",
+    what="resets the prefix cache of an idle engine that gives way or is saved (`vramctl run --share`, `--image`), on its scheduler's loop",
     through=_HOOK,
     places=(
         Place("sglang.srt.managers.scheduler:Scheduler.on_idle", "0.5.16"),
         Place("sglang.srt.managers.scheduler_runtime_checker_mixin:SchedulerRuntimeCheckerMixin.on_idle", "0.5.12", "0.5.12"),
     ),
-    without="an idle engine's KV cache is kept when the engine gives way",
+    without="an idle engine's KV cache is kept when the engine gives way or is saved",
 )
 BATCH = Hook(
-    what="tells that the engine has requests (`vramctl run --share`)",
+    what="tells that the engine has requests (`vramctl run --share`, `--image`)",
     through=_HOOK,
     places=(Place("sglang.srt.managers.scheduler:Scheduler.run_batch", "0.5.12"),),
-    without="an idle engine's KV cache is kept when the engine gives way",
+    without="an idle engine's KV cache is kept when the engine gives way or is saved",
 )
 FLUSH = Hook(
-    what="is called on the engine's loop (`vramctl run --share`)",
+    what="is called on the engine's loop (`vramctl run --share`, `--image`)",
     through=engines.READ,
     places=(Place("sglang.srt.managers.scheduler:Scheduler.flush_cache", "0.5.12"),),
-    without="an idle engine's KV cache is kept when the engine gives way",
+    without="an idle engine's KV cache is kept when the engine gives way or is saved",
 )
 HOOKS = (PLUGIN, REGIONS, ARENA, IDLE, BATCH, FLUSH, SETTINGS)
 
@@ -95,8 +95,8 @@ def install() -> None:
 
 
 def _hooks() -> tuple[Hook, ...]:
-    shares = prefix_cache.is_wanted()
-    return tuple(hook for hook in HOOKS if shares or hook not in (IDLE, BATCH))
+    resets = prefix_cache.is_wanted()
+    return tuple(hook for hook in HOOKS if resets or hook not in (IDLE, BATCH))
 
 
 def _register(registry: Any) -> None:

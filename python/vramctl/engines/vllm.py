@@ -56,26 +56,26 @@ KV_CACHE = Hook(
 )
 _CORE = "vllm.v1.engine.core"
 INPUT = Hook(
-    what="resets the prefix cache of an idle engine that gives way (`vramctl run --share`), on the engine's loop",
+    what="resets the prefix cache of an idle engine that gives way or is saved (`vramctl run --share`, `--image`), on the engine's loop",
     through=engines.BY_NAME,
     places=(Place(f"{_CORE}:EngineCoreProc._handle_client_request", "0.24"),),
-    without="an idle engine's KV cache is kept when the engine gives way",
+    without="an idle engine's KV cache is kept when the engine gives way or is saved",
 )
 LOOP = Hook(
-    what="tells whether the engine has requests (`vramctl run --share`)",
+    what="tells whether the engine has requests (`vramctl run --share`, `--image`)",
     through=engines.BY_NAME,
     places=(Place(f"{_CORE}:EngineCoreProc._process_input_queue", "0.24"),),
-    without="an idle engine's KV cache is kept when the engine gives way",
+    without="an idle engine's KV cache is kept when the engine gives way or is saved",
 )
 RESET = Hook(
-    what="is called on the engine's loop (`vramctl run --share`)",
+    what="is called on the engine's loop (`vramctl run --share`, `--image`)",
     through=engines.READ,
     places=(
         Place(f"{_CORE}:EngineCoreProc.has_work", "0.24"),
         Place(f"{_CORE}:EngineCore.reset_prefix_cache", "0.24"),
         Place("vllm.config.parallel:ParallelConfig.world_size", "0.24"),
     ),
-    without="an idle engine's KV cache is kept when the engine gives way",
+    without="an idle engine's KV cache is kept when the engine gives way or is saved",
 )
 SETTINGS = Hook(
     what="reads the engine's settings",
@@ -108,8 +108,8 @@ def install() -> None:
     engines.leave_graph_buffers_unregistered()
     when_imported(BACKENDS, _register_backend)
     when_imported(CUMEM, _replace_allocator)
-    shares = prefix_cache.is_wanted()
-    hooks = tuple(hook for hook in HOOKS if shares or hook not in (INPUT, LOOP))
+    resets = prefix_cache.is_wanted()
+    hooks = tuple(hook for hook in HOOKS if resets or hook not in (INPUT, LOOP))
     engines.wrap_when_imported(engines.present(importlib.import_module("vllm"), hooks))
     engines.tag_expert_buffers()
 
@@ -197,7 +197,7 @@ def _connector_has_pool() -> bool:
     return pool is not None and pool() is not None
 
 
-# ---- programs that share a GPU ----
+# ---- programs that share a GPU, or are to be saved ----
 
 
 @engines.around(LOOP)

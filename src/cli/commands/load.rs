@@ -167,11 +167,12 @@ impl Execute for Args {
         if !self.quiet {
             let stages: Vec<_> = loaded.stages.iter().map(|(stage, took)| format!("{stage} {}", took.as_millis())).collect();
             let place = if loaded.placement.is_empty() { String::new() } else { format!(" on {}", loaded.placement) };
-            let line = format!("loaded {} (pid {}){place}: {} ms\n", loaded.name, loaded.pid, stages.join(", "));
+            let pid = loaded.pid.map_or_else(|| "has ended".to_owned(), |pid| format!("pid {pid}"));
+            let line = format!("loaded {} ({pid}){place}: {} ms\n", loaded.name, stages.join(", "));
             // In one piece: other copies may write at the same time. It runs, whether that can be told or not.
             let _ = io::stderr().write_all(line.as_bytes());
         }
-        if self.detach {
+        if self.detach && loaded.pid.is_some() {
             return Ok(Exit::Done);
         }
         process::exit(loaded.wait())

@@ -63,7 +63,7 @@ pub struct Args {
     #[arg(long)]
     trace: bool,
     /// Share the GPUs with other programs that do: who is idle gives way, who calls comes back
-    #[arg(long)]
+    #[arg(long, group = "idle_cache")]
     share: bool,
     /// With --share: low, normal or high. Low takes what is left, and gives way first [default: normal]
     #[arg(long, value_name = "PRIORITY", value_parser = ["low", "normal", "high"], requires = "share", hide_possible_values = true)]
@@ -74,8 +74,8 @@ pub struct Args {
     /// With --share: an allocation fails after so many seconds in which nobody could give way [default: 30]
     #[arg(long, value_name = "SECONDS", requires = "share")]
     wait: Option<u32>,
-    /// With --share: keep the KV cache of an inference engine that gives way while it is idle
-    #[arg(long, requires = "share")]
+    /// With --share or --image: keep the KV cache of an idle inference engine that gives way or is saved
+    #[arg(long, requires = "idle_cache")]
     keep_cache: bool,
     /// Run it in the background, in a session of its own; `vramctl logs` shows what it prints
     #[arg(long, short)]
@@ -86,8 +86,8 @@ pub struct Args {
     /// A command (sh -c) to run after each resume, and after a pause that failed
     #[arg(long, value_name = "COMMAND", value_parser = NonEmptyStringValueParser::new())]
     on_resume: Option<String>,
-    /// Have it get no `io_uring`, which an image (`vramctl save`) cannot have
-    #[arg(long)]
+    /// Prepare it for `vramctl save`: it gets no `io_uring`, and an idle engine can drop its KV cache
+    #[arg(long, group = "idle_cache")]
     image: bool,
     /// The library's log level; it logs to stderr [default: warn]
     #[arg(long, value_name = "LEVEL", value_parser = LEVELS)]
@@ -313,6 +313,7 @@ fn environment(
         ("VRAMCTL_PRIORITY", args.priority.as_deref()),
         ("VRAMCTL_IDLE", idle.as_deref()),
         ("VRAMCTL_WAIT", wait.as_deref()),
+        ("VRAMCTL_IMAGE", args.image.then_some("1")),
         ("VRAMCTL_KEEP_CACHE", args.keep_cache.then_some("1")),
         ("VRAMCTL_ON_PAUSE", args.on_pause.as_deref()),
         ("VRAMCTL_ON_RESUME", args.on_resume.as_deref()),

@@ -22,6 +22,9 @@ use vramctl_model::{PauseOptions, Verb};
 Suspends the program as `vramctl suspend` does, and writes it to a directory: the contents of its GPU memory, and with CRIU the process \
 and all that came of it. Then it ends; with --keep it goes on. `vramctl load` starts it again, as often as wanted.
 
+An idle inference engine (vLLM, SGLang) resets its prefix cache, and what is in its KV cache is not in the image, if it was started with \
+`vramctl run --image` or `--share`. With --keep-cache, it is.
+
 Needs root and CRIU 4.1 or later (VRAMCTL_CRIU, else on the PATH). A program that cannot be saved is refused with exit code 7, and nothing \
 changes: the message names what is in the way, such as an io_uring, or a forked child with its parent's GPU files. Connections to outside \
 are named, and are not in the image.
@@ -46,6 +49,9 @@ pub struct Args {
     /// Read the image back; the program ends only if all is as it was written
     #[arg(long)]
     verify: bool,
+    /// Keep the KV cache of an idle inference engine, too
+    #[arg(long)]
+    keep_cache: bool,
     #[command(flatten)]
     backup: BackupArgs,
     #[command(flatten)]
@@ -88,7 +94,7 @@ impl Execute for Args {
 
 impl Args {
     fn operation(&self) -> Operation {
-        let options = PauseOptions { backup: self.backup.policy(), ..PauseOptions::default() };
+        let options = PauseOptions { backup: self.backup.policy(), forgets_cache: !self.keep_cache, ..PauseOptions::default() };
         let pause = HowToPause { options, hold: Hold::Within(self.hold.hold_timeout), ..HowToPause::default() };
         Operation::new(Verb::Pause, Target::parse(self.process.clone()), Scope::Device, Deadline::new(None), pause)
     }

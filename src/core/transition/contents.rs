@@ -6,7 +6,7 @@ use crate::{engine, prefix_cache};
 use std::ops::Range;
 use vramctl_backup as backup;
 use vramctl_config::CpuBackupBackend;
-use vramctl_model::{Policy, Span};
+use vramctl_model::{PauseRequest, Policy, Span};
 
 /// The policy of a pause for an allocation: the caller's, or the allocation's own.
 pub(super) fn policy_for(pause: &Pause, allocation: &Allocation) -> Policy {
@@ -21,8 +21,8 @@ pub(super) fn policy_for(pause: &Pause, allocation: &Allocation) -> Policy {
 
 const KV_CACHE: &str = "kv_cache";
 
-/// Whether this is a scheduler's pause, before which the engine has reset the prefix cache that described this. A pause that has closed the gate
-/// knows that for sure.
+/// Whether the engine has reset the prefix cache that described this, and the pause relies on it. A pause that has closed the gate knows that for
+/// sure.
 pub(super) fn is_forgotten(pause: &Pause, allocation: &Allocation) -> bool {
     is_kv_cache(pause, allocation) && prefix_cache::is_reset()
 }
@@ -33,7 +33,8 @@ pub(super) fn may_be_forgotten(pause: &Pause, allocation: &Allocation) -> bool {
 }
 
 fn is_kv_cache(pause: &Pause, allocation: &Allocation) -> bool {
-    pause.request.amounts.is_some() && pause.engine.is_some() && &*allocation.tag == KV_CACHE
+    let PauseRequest { options, amounts, .. } = &pause.request;
+    (options.forgets_cache || amounts.is_some()) && pause.engine.is_some() && &*allocation.tag == KV_CACHE
 }
 
 /// Whether the KV cache of this process's engine may be in the memory of a tag.
