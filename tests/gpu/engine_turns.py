@@ -1,8 +1,9 @@
 """Inference engines of which each takes nearly all of a GPU share it by themselves (`vramctl run --share`), and are asked over HTTP.
 
-First, one engine alone and without the library answers all prompts. Then several start at the same moment. `turns`: a request at a time, each to another
-engine than the last, so that each has to come back; every token must be that of the engine alone. `traffic`: requests at random moments (Poisson), at
-random engines. With --sleep, engines with vLLM's own sleep mode do the same turns behind a router of three lines (put to sleep, wake up, ask).
+First, one engine alone and without the library answers all prompts. Then several start under it at the same moment. `turns`: a request at a
+time, each to another engine than the last, so that each has to come back; every token must be that of the engine alone. `traffic`: requests at
+random moments (Poisson), at random engines. With --sleep, the engine alone and others with vLLM's own sleep mode do the same turns before, behind a
+router of three lines (put to sleep, wake up, ask).
 
 usage: engine_turns.py VRAMCTL [--engines 3] [--turns 30] [--rate 0.5] [--seconds 60] [--sleep] [--command COMMAND]
 
@@ -149,7 +150,8 @@ def main():
     parser.add_argument("--command", type=shlex.split, default=VLLM.split())
     options = parser.parse_args()
 
-    alone = Engine(options, "alone")
+    sleeps = {"more": ["--enable-sleep-mode"], "VLLM_SERVER_DEV_MODE": "1"} if options.sleep else {}
+    alone = Engine(options, "alone", **sleeps)
     check("an engine alone starts", alone.wait() is not None)
     # First with an empty prefix cache, then from it. The sums of a prompt that is computed as a whole may be rounded otherwise than those of its end.
     cold = [alone.answer(number)[0] for number in range(len(PROMPTS))]
@@ -157,10 +159,12 @@ def main():
     expected = [(cold[number], tokens) for number, (tokens, *_) in enumerate(answers)]
     check("an engine alone answers", all(len(tokens) == TOKENS for both in expected for tokens in both))
     print(f"note: {sum(first != second for first, second in expected)} of {len(expected)} answers differ from the prefix cache", flush=True)
-    alone.end()
     print("| what | requests | first token, median | 99% | longest | |")
     print("| --- | ---: | ---: | ---: | ---: | --- |")
     table("an engine alone", [first for _, first, _ in answers if first is not None])
+    if options.sleep:
+        take_turns_asleep(options, alone, expected, sleeps)
+    alone.end()
 
     with HostPeak() as host:
         names = [f"engine{number}" for number in range(options.engines)]
@@ -174,27 +178,27 @@ def main():
             engine.end()
     print(f"note: host memory {host.gib():.0f} GiB", flush=True)
 
-    if options.sleep:
-        engines, awake = [], None
 
-        def wake(one):
-            nonlocal awake
-            if awake is not one:
-                if awake:
-                    awake.post("/sleep?level=1")
-                one.post("/wake_up")
-                awake = one
+def take_turns_asleep(options, first, expected, sleeps):
+    """The same turns of engines of which at most one is awake."""
+    engines, awake = [first], first
 
-        for name in names:
-            # Each finds an empty GPU, since all others sleep.
-            if awake:
-                awake.post("/sleep?level=1")
-            awake = Engine(options, f"sleep-{name}", more=["--enable-sleep-mode"], VLLM_SERVER_DEV_MODE="1")
-            engines.append(awake)
-            check(f"{awake.name} starts", awake.wait() is not None)
-        table("vLLM's sleep mode, turns", take_turns(engines, expected, options.turns, wake))
-        for engine in engines:
-            engine.end()
+    def wake(one):
+        nonlocal awake
+        if awake is not one:
+            awake.post("/sleep?level=1")
+            one.post("/wake_up")
+            awake = one
+
+    for number in range(1, options.engines):
+        # Each finds an empty GPU, since all others sleep.
+        awake.post("/sleep?level=1")
+        awake = Engine(options, f"sleep{number}", **sleeps)
+        engines.append(awake)
+        check(f"{awake.name} starts", awake.wait() is not None)
+    table("vLLM's sleep mode, turns", take_turns(engines, expected, options.turns, wake))
+    for engine in engines[1:]:
+        engine.end()
 
 
 if __name__ == "__main__":
