@@ -2,8 +2,8 @@
 
 First, one engine alone and without the library answers all prompts. Then several start under it at the same moment. `turns`: a request at a
 time, each to another engine than the last, so that each has to come back; every token must be that of the engine alone. `traffic`: requests at
-random moments (Poisson), at random engines. With --sleep, the engine alone and others with vLLM's own sleep mode do the same turns before, behind a
-router of three lines (put to sleep, wake up, ask).
+random moments (Poisson), at random engines. With --sleep, the engine alone, which sleeps meanwhile, and others with vLLM's own sleep mode then do the
+same turns behind a router of three lines (put to sleep, wake up, ask).
 
 usage: engine_turns.py VRAMCTL [--engines 3] [--turns 30] [--rate 0.5] [--seconds 60] [--sleep] [--command COMMAND]
 
@@ -163,8 +163,9 @@ def main():
     print("| --- | ---: | ---: | ---: | ---: | --- |")
     table("an engine alone", [first for _, first, _ in answers if first is not None])
     if options.sleep:
-        take_turns_asleep(options, alone, expected, sleeps)
-    alone.end()
+        alone.post("/sleep?level=1")
+    else:
+        alone.end()
 
     with HostPeak() as host:
         names = [f"engine{number}" for number in range(options.engines)]
@@ -177,11 +178,13 @@ def main():
         for engine in engines:
             engine.end()
     print(f"note: host memory {host.gib():.0f} GiB", flush=True)
+    if options.sleep:
+        take_turns_asleep(options, alone, expected, sleeps)
 
 
 def take_turns_asleep(options, first, expected, sleeps):
-    """The same turns of engines of which at most one is awake."""
-    engines, awake = [first], first
+    """The same turns of engines of which at most one is awake. The first one sleeps."""
+    engines, awake = [first], None
 
     def wake(one):
         nonlocal awake
@@ -192,12 +195,13 @@ def take_turns_asleep(options, first, expected, sleeps):
 
     for number in range(1, options.engines):
         # Each finds an empty GPU, since all others sleep.
-        awake.post("/sleep?level=1")
+        if awake:
+            awake.post("/sleep?level=1")
         awake = Engine(options, f"sleep{number}", **sleeps)
         engines.append(awake)
         check(f"{awake.name} starts", awake.wait() is not None)
     table("vLLM's sleep mode, turns", take_turns(engines, expected, options.turns, wake))
-    for engine in engines[1:]:
+    for engine in engines:
         engine.end()
 
 
