@@ -383,6 +383,28 @@ fn a_successful_retry_of_torch_is_one_line_and_no_page() {
     assert_eq!(torch.reports().len(), 0);
 }
 
+/// In a program that shares its GPUs, torch's second attempt waits until others have made room: the first was no failure worth a word.
+#[test]
+fn a_retry_that_waits_for_room_is_no_warning() {
+    let _gpu = take();
+    let torch = Library::new("libc10_cuda_shares.so");
+    region::begin(Some("default"), None).unwrap();
+    let cached = torch.ask(200 * MIB).unwrap();
+    out_of_memory::set_same(Duration::from_millis(50));
+    assert_eq!(torch.ask(150 * MIB), Err(OUT_OF_MEMORY));
+    let waiting = events::waiting_for_room();
+    // Longer than a second attempt may take otherwise.
+    thread::sleep(Duration::from_millis(500));
+    out_of_memory::set_same(Duration::from_secs(600));
+    drop(waiting);
+    assert_eq!(free(cached), 0);
+    let got = torch.ask(150 * MIB).unwrap();
+    region::end().unwrap();
+    out_of_memory::settle();
+    assert_eq!(free(got), 0);
+    assert_eq!((warned_about(&torch.name).len(), torch.reports().len()), (0, 0));
+}
+
 /// Near the limit of memory, torch may retry all day. The failure that ends the program needs its page all the same.
 #[test]
 fn successful_retries_do_not_use_up_the_pages() {

@@ -164,7 +164,7 @@ class ByHand(unittest.TestCase):
                 # Without a screen of its own.
                 third.type(in_folder(folder, joined) + "vramctl top --once\nvramctl share\necho the end\n")
                 told = third.read_until("the end")
-                self.assertRegex(told, r"(?s)Share .*a gave way \(it was idle\).*b came.*scheduler: process")
+                self.assertRegex(told, r"(?s)Share +one gave way to two .*: it was idle.*two came.*scheduler: process")
                 for terminal in (a, b):
                     terminal.type("verify\nquit\n")
                     self.assertIn("weights ok", terminal.read_until("bye"))

@@ -35,6 +35,10 @@ pub enum Event<'a> {
     FreeBegun,
     /// The calling thread has freed memory.
     FreeEnded,
+    /// The calling thread begins to wait for other programs to make room, while a retry is expected.
+    WaitBegun,
+    /// The calling thread no longer waits for room.
+    WaitEnded,
     /// The process has device memory now, managed or not.
     HasMemory,
     /// A pause or resume has begun on this thread.
@@ -233,24 +237,34 @@ pub fn succeeded(bytes: usize, is_piece: bool) {
     }
 }
 
-/// A free by the calling thread, until dropped.
-pub struct Freeing(bool);
+/// What the calling thread does, until dropped, which publishes the event of its end, if there is one.
+pub struct Doing(Option<Event<'static>>);
 
 /// The calling thread frees memory, see [`Event::FreeBegun`].
 #[inline]
-pub fn freeing() -> Freeing {
-    let is_expected = is_retry_expected();
-    if is_expected {
-        publish(Event::FreeBegun);
-    }
-    Freeing(is_expected)
+pub fn freeing() -> Doing {
+    doing(Event::FreeBegun, Event::FreeEnded)
 }
 
-impl Drop for Freeing {
+/// The calling thread waits for other programs to make room, see [`Event::WaitBegun`].
+pub fn waiting_for_room() -> Doing {
+    doing(Event::WaitBegun, Event::WaitEnded)
+}
+
+#[inline]
+fn doing(begun: Event<'static>, ended: Event<'static>) -> Doing {
+    let is_expected = is_retry_expected();
+    if is_expected {
+        publish(begun);
+    }
+    Doing(is_expected.then_some(ended))
+}
+
+impl Drop for Doing {
     #[inline]
     fn drop(&mut self) {
-        if self.0 {
-            publish(Event::FreeEnded);
+        if let Some(ended) = self.0.take() {
+            publish(ended);
         }
     }
 }

@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
+use vramctl_core::events;
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::member::{self, room};
 use vramctl_core::memory::Memory;
@@ -213,6 +214,7 @@ impl Wait {
         if self.granted >= tries {
             return false;
         }
+        let _waiting = events::waiting_for_room();
         let bytes = (lacked.bytes as u64) << if lacked.is_guess { self.granted } else { 0 };
         self.granted += 1;
         if let Some(ticket) = self.tickets.get_mut(&lacked.device) {

@@ -64,6 +64,12 @@ impl Gpus {
         self.cards.iter().filter_map(of).collect()
     }
 
+    /// The processes on a GPU that are no members, with their bytes.
+    pub fn others(&self, number: GpuId, members: &[u32]) -> impl Iterator<Item = (u32, u64)> {
+        let others = self.used.iter().filter(move |((gpu, pid), _)| *gpu == number && !members.contains(pid));
+        others.map(|((_, pid), bytes)| (*pid, *bytes))
+    }
+
     /// What a member has on each GPU. `peaks`: the most so far, which this raises.
     pub fn memory(&self, pid: u32, holdings: &model::Holdings, peaks: &mut PerGpu) -> PerGpu<Memory> {
         let mut all: PerGpu<Memory> = peaks.keys().map(|number| (*number, Memory::default())).collect();

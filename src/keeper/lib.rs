@@ -23,4 +23,4 @@ mod view;
 pub use keep::keep;
 pub use leave::leave;
 pub use totals::Totals;
-pub use view::{ChangeView, MemberView, PolicyView, View, ask};
+pub use view::{ChangeView, MemberView, Place, PolicyView, View, ask, stranded};

@@ -7,7 +7,7 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::Sender;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, Reply, Request};
 use vramctl_model::{MemberState, Order};
@@ -22,6 +22,8 @@ pub struct Member {
     pub name: String,
     /// What it said last.
     pub state: MemberState,
+    /// When.
+    pub heard: Instant,
     /// Whether somebody else than the scheduler holds it, as of the last look.
     pub paused: bool,
     /// What the policy was told last of how it shares, and of those that have its memory open or the other way round.

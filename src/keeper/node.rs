@@ -8,7 +8,7 @@ use crate::memo::Memo;
 use crate::news::News;
 use crate::office::Office;
 use crate::totals::{Totals, Waiting};
-use crate::view::{self, ChangeView, MemberView, PolicyView, View};
+use crate::view::{self, ChangeView, MemberView, Place, PolicyView, View};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CString;
 use std::io;
@@ -23,16 +23,18 @@ use vramctl_control::protocol::ProcessStatus;
 use vramctl_coordinator::parallel;
 use vramctl_coordinator::processes::{Found, Target};
 use vramctl_host::limits;
-use vramctl_model::{Holdings, Kind, MemberState, Order, SharePriority, milliseconds};
+use vramctl_model::{Bytes, Holdings, Kind, MemberState, Order, SharePriority, milliseconds};
 use vramctl_scheduler::{
-    Action, Activity, AskId, Asked, Because, Change, ChangeId, Event, Holdings as Taken, JobId, Memory, Outcome, PerGpu, Policy, Priority,
-    ProgramId, Refusal, Report, Settings, State, Why,
+    Action, Activity, AskId, Asked, Because, Cause, Change, ChangeId, Event, Holdings as Taken, JobId, Memory, Outcome, PerGpu, Policy,
+    Priority, ProgramId, Refusal, Report, Settings, State, Why,
 };
 
 /// How often members hear that the scheduler lives.
 const BEAT: Duration = Duration::from_secs(2);
 /// How often to look at the GPUs and members while somebody waits.
 const LOOK: Duration = Duration::from_millis(250);
+/// How often to look at the GPUs while nobody waits: programs that do not share come and go, and members size themselves by what these leave.
+const LOOK_AT_REST: Duration = Duration::from_secs(6);
 /// How long the members that are there at the beginning may take to say how they are.
 const FIRST_WORDS_WITHIN: Duration = Duration::from_secs(2);
 /// How many changes `vramctl share` shows.
@@ -120,7 +122,7 @@ impl Node {
 
     /// Schedules, until the process ends or another keeper is the scheduler.
     pub fn serve(mut self) -> io::Result<()> {
-        let mut beat = Instant::now();
+        let (mut beat, mut look) = (Instant::now(), Instant::now());
         self.learn_of_gpus();
         self.look_for_members();
         loop {
@@ -129,6 +131,11 @@ impl Node {
                 self.members.values_mut().for_each(|member| member.line.order(Order::Beat));
                 self.say_why();
                 self.leave_memos(true);
+                if look.elapsed() >= LOOK_AT_REST {
+                    look = Instant::now();
+                    self.gpus.look();
+                    self.learn_of_gpus();
+                }
                 if limits::spare_bytes() == 0 {
                     self.drop_copies(&BTreeSet::new());
                 }
@@ -247,7 +254,10 @@ impl Node {
         line.order(Order::Beat);
         line.order(Order::AskFirst { gpus: self.asks_first.iter().cloned().collect() });
         line.order(self.unavailable());
-        self.members.insert(pid, Member { program, name, state, paused, settings, partners: BTreeSet::new(), memo: None, line });
+        self.members.insert(
+            pid,
+            Member { program, name, state, heard: Instant::now(), paused, settings, partners: BTreeSet::new(), memo: None, line },
+        );
         self.learn_of_gpus();
         self.step(Event::Joined(Box::new(report)));
         self.learn_of_members();
@@ -286,6 +296,7 @@ impl Node {
     fn changed(&mut self, pid: u32, new: &MemberState) {
         let Some(member) = self.members.get_mut(&pid) else { return };
         let (program, old) = (member.program, std::mem::replace(&mut member.state, new.clone()));
+        member.heard = Instant::now();
         self.waiting.note(pid, waits_since(new).map(Duration::from_millis), Instant::now(), &mut self.totals.waits);
         let waits_for =
             |state: &MemberState| state.wants.iter().filter(|want| !want.tries).map(|want| want.ticket).collect::<BTreeSet<_>>();
@@ -316,7 +327,7 @@ impl Node {
                 self.step(Event::Asks { program, ask: asked.ask, room: asked.room });
             }
         }
-        let ends_late = old.away != new.away && !self.moving.values().any(|programs| programs.contains(&program));
+        let ends_late = old.away != new.away && !self.moves(program);
         if ends_late {
             self.step(Event::Held(program, new.away));
         }
@@ -336,6 +347,11 @@ impl Node {
         if (old.calls_wait_ms.is_none() || ends_late) && new.calls_wait_ms.is_some() {
             self.step(Event::Called(program));
         }
+    }
+
+    /// Whether a change is under way in which the program takes part.
+    fn moves(&self, program: ProgramId) -> bool {
+        self.moving.values().any(|programs| programs.contains(&program))
     }
 
     /// Looks at the GPUs and at all members that do not move.
@@ -562,6 +578,7 @@ impl Node {
         let view = ChangeView {
             left: left.collect(),
             came: change.coming.iter().map(|program| self.name(*program)).collect(),
+            asked: self.asked_for(change.cause),
             bytes: change.leaving.iter().flat_map(|leave| leave.taken.values()).map(Taken::bytes).sum(),
             ..ChangeView::default()
         };
@@ -624,6 +641,13 @@ impl Node {
 
     // What people see.
 
+    /// The names of those for whom a change is. One that is idle for long goes for nobody.
+    fn asked_for(&self, cause: Cause) -> Vec<String> {
+        let (Cause::Called(gang) | Cause::Asks(gang)) = cause else { return Vec::new() };
+        let programs = self.state.gangs().find(|(id, ..)| *id == gang).map_or_else(Vec::new, |(_, programs, _)| programs);
+        programs.into_iter().map(|program| self.name(program)).collect()
+    }
+
     fn name(&self, program: ProgramId) -> String {
         let member = self.programs.get(&program).and_then(|pid| self.members.get(pid));
         member.map_or_else(|| "one that has ended".to_owned(), |member| member.name.clone())
@@ -632,28 +656,31 @@ impl Node {
     fn view(&mut self) -> View {
         self.ask_all();
         let pids: Vec<_> = self.members.keys().copied().collect();
-        let reasons: BTreeMap<_, _> =
-            self.state.gangs().flat_map(|(_, programs, why)| programs.into_iter().map(move |one| (one, why))).collect();
+        let mut reasons = BTreeMap::new();
+        for (programs, why) in self.reasons() {
+            reasons.extend(programs.into_iter().map(|program| (program, why.clone())));
+        }
         let members = pids.into_iter().filter_map(|pid| {
             let member = self.members.get(&pid)?;
-            let devices = self.statuses.get(&pid).map_or(&[][..], |status| &status.memory.devices);
+            let status = self.statuses.get(&pid);
+            let devices = status.map_or(&[][..], |status| &status.memory.devices);
             let (resident, away) = devices.iter().fold((0, 0), |(here, away), one| (here + one.active_bytes, away + one.away_bytes));
             Some(MemberView {
                 pid,
                 name: member.name.clone(),
                 priority: member.state.priority.to_string(),
-                place: if away == 0 {
-                    "in place"
-                } else if resident > 0 {
-                    "partly away"
-                } else {
-                    "away"
-                }
-                .into(),
+                place: match (status, away, resident) {
+                    (None, ..) => Place::Unknown,
+                    // While it moves, the scheduler holds it.
+                    (Some(status), ..) if is_paused_by_others(&member.state, status) && !self.moves(member.program) => Place::Held,
+                    (_, 0, _) => Place::InPlace,
+                    (_, _, 0) => Place::Away,
+                    _ => Place::PartlyAway,
+                },
                 resident_bytes: resident,
                 away_bytes: away,
-                waits_ms: waits_since(&member.state),
-                because: reasons.get(&member.program).copied().flatten().map(|why| self.reason(why)),
+                waits_ms: waits_since(&member.state).map(|waited| waited + milliseconds(member.heard.elapsed())),
+                because: reasons.get(&member.program).cloned(),
                 idle_ms: member.state.idle_ms,
             })
         });
@@ -679,26 +706,104 @@ impl Node {
 
     /// Tells those that wait why, for their logs.
     fn say_why(&mut self) {
-        let reasons: Vec<_> = self.state.gangs().filter_map(|(_, programs, why)| Some((programs, self.reason(why?)))).collect();
-        for (programs, why) in reasons {
+        for (programs, why) in self.reasons() {
             for program in programs {
                 self.order(program, &Order::Waits { why: why.clone() });
             }
         }
     }
 
-    fn reason(&self, because: Because) -> String {
+    /// Why each gang waits that does.
+    fn reasons(&self) -> Vec<(Vec<ProgramId>, String)> {
+        let reason = |(_, programs, why): (_, Vec<ProgramId>, Option<Because>)| {
+            let why = self.reason(&programs, why?);
+            Some((programs, why))
+        };
+        self.state.gangs().filter_map(reason).collect()
+    }
+
+    /// Why these programs wait, who are one gang.
+    fn reason(&self, waiting: &[ProgramId], because: Because) -> String {
+        let seconds_until = |at: Duration| format!("{:.1} s", at.saturating_sub(self.now()).as_secs_f64());
+        let in_place = || in_brackets(self.in_place_beside(waiting).map(|member| member.name.clone()));
         match because {
             Because::Served => "its room is being made".into(),
             Because::Moving => "others change places on its GPUs".into(),
-            Because::Behind(_) => "another waits longer, or has a higher priority".into(),
-            Because::Until(at) => format!("those in place have their turn for {:.1} s more", at.saturating_sub(self.now()).as_secs_f64()),
-            Because::Busy => "those in place have a higher priority, or are about to change".into(),
-            Because::NobodyCan => "nobody can give way".into(),
-            Because::HostFull => "the host has no room for the contents of those who could give way".into(),
-            Because::Retries(at) => format!("a change has failed; the next try is in {:.1} s", at.saturating_sub(self.now()).as_secs_f64()),
+            Because::Behind(gang) => {
+                let first = self.state.gangs().find(|(id, ..)| *id == gang).map_or_else(Vec::new, |(_, programs, _)| programs);
+                let first = in_brackets(first.into_iter().map(|program| self.name(program)));
+                format!("another{first} waits longer, or has a higher priority")
+            }
+            Because::Until(at) => format!("those in place{} have their turn for {} more", in_place(), seconds_until(at)),
+            Because::Busy => format!("those in place{} have a higher priority, or are about to change", in_place()),
+            Because::NobodyCan => {
+                let obstacles: Vec<_> = self.in_place_beside(waiting).filter_map(obstacle).chain(self.others_beside(waiting)).collect();
+                let obstacles = if obstacles.is_empty() { String::new() } else { format!(": {}", obstacles.join(", ")) };
+                format!("nobody can give way{obstacles}")
+            }
+            Because::HostFull => format!("the host has no room for the contents of those who could give way{}", in_place()),
+            Because::Retries(at) => format!("a change has failed; the next try is in {}", seconds_until(at)),
         }
     }
+
+    /// The GPUs on which programs want room, or have memory that is there or was.
+    fn gpus_of(&self, programs: &[ProgramId]) -> BTreeSet<&str> {
+        let members =
+            programs.iter().filter_map(|program| self.programs.get(program)).filter_map(|pid| Some((pid, self.members.get(pid)?)));
+        let gpus = members.flat_map(|(pid, member)| {
+            let devices = self.statuses.get(pid).map_or(&[][..], |status| &status.memory.devices);
+            let wanted = member.state.wants.iter().filter_map(|want| want.gpu.as_deref());
+            wanted.chain(devices.iter().filter_map(|device| device.uuid.as_deref()))
+        });
+        gpus.collect()
+    }
+
+    /// The other members with memory on the GPUs of these.
+    fn in_place_beside(&self, programs: &[ProgramId]) -> impl Iterator<Item = &Member> {
+        let gpus = self.gpus_of(programs);
+        let is_there = move |pid: &u32| {
+            let devices = self.statuses.get(pid).map_or(&[][..], |status| &status.memory.devices);
+            devices.iter().any(|device| device.active_bytes > 0 && device.uuid.as_deref().is_some_and(|uuid| gpus.contains(uuid)))
+        };
+        let others = self.members.iter().filter(|(_, member)| !programs.contains(&member.program));
+        others.filter(move |(pid, _)| is_there(pid)).map(|(_, member)| member)
+    }
+
+    /// The programs that do not share with memory on the GPUs of these, as far as NVML lists them.
+    fn others_beside(&self, programs: &[ProgramId]) -> Vec<String> {
+        /// Less is in nobody's way.
+        const MUCH: u64 = 32 << 20;
+        let members: Vec<_> = self.members.keys().copied().collect();
+        let mut bytes = BTreeMap::<u32, u64>::new();
+        for gpu in self.gpus_of(programs).into_iter().filter_map(|uuid| self.gpus.number(uuid)) {
+            self.gpus.others(gpu, &members).for_each(|(pid, its)| *bytes.entry(pid).or_default() += its);
+        }
+        let name = |pid| self.statuses.get(&pid).map_or_else(|| format!("process {pid}"), |status| status.process.name.clone());
+        let much = bytes.into_iter().filter(|(_, bytes)| *bytes >= MUCH);
+        much.map(|(pid, bytes)| format!("{} does not share, and has {}", name(pid), Bytes(bytes))).collect()
+    }
+}
+
+/// Why a member cannot give way, as far as it shows.
+fn obstacle(member: &Member) -> Option<String> {
+    let why = if member.paused {
+        "is held by somebody else"
+    } else if member.state.captures {
+        "captures a graph"
+    } else {
+        return None;
+    };
+    Some(format!("{} {why}", member.name))
+}
+
+/// Some of these names, in brackets; nothing if there are none.
+fn in_brackets(names: impl Iterator<Item = String>) -> String {
+    const SHOWN: usize = 3;
+    let mut names: Vec<_> = names.collect();
+    let more = names.len().saturating_sub(SHOWN);
+    names.truncate(SHOWN);
+    names.extend((more > 0).then(|| format!("{more} more")));
+    if names.is_empty() { String::new() } else { format!(" ({})", names.join(", ")) }
 }
 
 fn refused(why: Refusal) -> String {
@@ -710,7 +815,7 @@ fn refused(why: Refusal) -> String {
 
 fn words(why: Why) -> String {
     match why {
-        Why::Away => "part of it was away already".into(),
+        Why::Away => "nobody has called it since it gave way".into(),
         Why::WaitsBehind => "it waits itself, and its turn comes later".into(),
         Why::Idle => "it was idle".into(),
         Why::Lower(_) => "it has a lower priority".into(),

@@ -34,6 +34,8 @@ fn hear(event: Event<'_>) {
             out_of_memory::failed(request);
         }
         Event::Succeeded { bytes, is_piece } => out_of_memory::succeeded(bytes as u64, is_piece),
+        Event::WaitBegun => out_of_memory::wait_begun(),
+        Event::WaitEnded => out_of_memory::wait_ended(),
         Event::FreeBegun => out_of_memory::free_begun(),
         Event::FreeEnded => out_of_memory::free_ended(),
         Event::HasMemory => watch::ensure_running(),

@@ -430,6 +430,41 @@ fn the_end_of_an_old_connection_does_not_end_the_new_one() {
     }
 }
 
+/// Whoever has a program stopped, or kills all keepers, finds that where people look: nothing is shown as in place that may not be, and what nobody
+/// brings back by itself has its way back.
+#[test]
+fn what_nobody_answers_for_is_said() {
+    let _alone = one_at_a_time();
+    let machine = crowded();
+    let mut engine = Program::ready(&mut sharing(&machine, "a", 48, &[]));
+    let mut other = Program::ready(&mut sharing(&machine, "b", 72, &[]));
+    other.verify();
+    let signal = |pid: i32, signal| {
+        // SAFETY: touches no memory.
+        unsafe { libc::kill(pid, signal) };
+    };
+    signal(other.pid() as i32, libc::SIGSTOP);
+    eventually("it does not answer", || Ran::of(&mut machine.cli("share")).out.contains("normal priority, does not answer\n"));
+    signal(other.pid() as i32, libc::SIGCONT);
+    eventually("it answers", || {
+        Ran::of(&mut machine.cli("share")).out.contains("b (pid") && view(&machine)["members"][1]["place"] == "in place"
+    });
+    eventually("no scheduler", || {
+        for keeper in keepers(&machine) {
+            signal(keeper, libc::SIGKILL);
+        }
+        Ran::of(&mut machine.cli("share --json")).out.trim() == "null"
+    });
+    let says = "The memory of a stays away until `vramctl resume a`";
+    machine.vramctl("share").expect(0, says, "");
+    machine.vramctl("ps").expect(0, "a 1/1", says);
+    let seen = machine.vramctl("top --once").expect(0, "Share", "").out;
+    assert!(seen.contains("nobody schedules"), "{seen}");
+    drop(other);
+    machine.vramctl("resume a").expect(0, "resumed", "");
+    engine.verify();
+}
+
 /// What a person pauses stays paused: no call brings it back, and the scheduler leaves it alone.
 #[test]
 fn what_a_person_pauses_stays_paused() {
@@ -443,6 +478,7 @@ fn what_a_person_pauses_stays_paused() {
     let mut other = Program::ready(&mut sharing(&machine, "b", 72, &[]));
     other.verify();
     assert_eq!(machine.settled(&[&engine]), "paused, held");
+    machine.vramctl("share").expect(0, "held by somebody else: 0 B there", "");
     drop(other);
     machine.vramctl("resume a").expect(0, "resumed", "");
     engine.expect("answer 1");

@@ -110,7 +110,9 @@ impl Execute for Args {
                 .chain(starting.iter().map(starting_row));
             let shown = if is_wide { COLUMNS.len() - 1 } else { COLUMNS_AT_FIRST };
             // The list is there without a scheduler that answers, too.
-            let sharing = vramctl_keeper::ask().ok().flatten().filter(|view| !view.members.is_empty());
+            let sharing = vramctl_keeper::ask();
+            let stranded = matches!(sharing, Ok(None)).then(|| vramctl_keeper::stranded(&chosen)).flatten();
+            let sharing = sharing.ok().flatten().filter(|view| !view.members.is_empty());
             let sharing_of =
                 |row: &[String]| sharing.as_ref().map(|view| row[0].parse().ok().and_then(|pid| view.standing(pid)).unwrap_or_default());
             let mut headers: Vec<_> =
@@ -124,6 +126,9 @@ impl Execute for Args {
             let rows: Vec<Vec<String>> = rows.collect();
             headers.splice(1..1, others.is_some().then_some("USER"));
             output::show(&if is_wide { output::wide_table(&headers, rows) } else { output::table_with_commands(&headers, rows) })?;
+            if let Some(stranded) = stranded {
+                output::complain("note", &stranded);
+            }
         }
         Ok(Exit::Done)
     }

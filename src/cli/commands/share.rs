@@ -6,8 +6,8 @@ use crate::execute::Execute;
 use crate::ui::output;
 use serde_json::json;
 use vramctl_coordinator::failure::{CommandError, Exit};
-use vramctl_coordinator::processes::Found;
-use vramctl_keeper::{MemberView, View};
+use vramctl_coordinator::processes::{Found, Target};
+use vramctl_keeper::{MemberView, Place, View};
 use vramctl_model::{Bytes, SharePriority, Sharing};
 
 #[derive(clap::Args)]
@@ -74,14 +74,15 @@ impl Execute for Args {
         if self.processes.are_named() {
             return Err(CommandError::new(Exit::Usage, "what is to change? Give --priority, --idle or --limit".to_owned()));
         }
-        let view = vramctl_keeper::ask()
-            .map_err(|error| CommandError::new(Exit::Busy, format!("the scheduler does not answer: {error}; is it stopped?")))?;
+        let view =
+            vramctl_keeper::ask().map_err(|error| CommandError::new(Exit::Busy, format!("the scheduler does not answer: {error}")))?;
         if self.json {
             return output::answer(view.map_or_else(|| json!(null), |view| json!(view))).map(|()| Exit::Done);
         }
         let Some(view) = view else {
-            return output::say("nobody shares a GPU here; `vramctl run --share -- COMMAND` starts a program that does")
-                .map(|()| Exit::Done);
+            let stranded = vramctl_keeper::stranded(&Found::look(&Target::All)?.processes);
+            let nobody = || "nobody shares a GPU here; `vramctl run --share -- COMMAND` starts a program that does".into();
+            return output::say(&stranded.unwrap_or_else(nobody)).map(|()| Exit::Done);
         };
         print(&view).map(|()| Exit::Done)
     }
@@ -99,10 +100,19 @@ fn print(view: &View) -> Result<(), CommandError> {
 
 fn member_line(member: &MemberView) -> String {
     let MemberView { pid, name, priority, place, resident_bytes, away_bytes, .. } = member;
+    let seconds = |ms: u64| format!("{:.1} s", ms as f64 / 1000.0);
+    let memory = match place {
+        Place::Unknown => String::new(),
+        _ => format!(": {} there, {} away", Bytes(*resident_bytes), Bytes(*away_bytes)),
+    };
     let waits = member.waits_ms.map_or_else(String::new, |ms| {
         let because = member.because.as_ref().map_or_else(String::new, |why| format!(": {why}"));
-        format!("; waits for {ms} ms{because}")
+        format!("; waits for {}{because}", seconds(ms))
     });
-    let idle = member.idle_ms.map_or_else(String::new, |ms| format!("; idle for {ms} ms"));
-    format!("{name} (pid {pid}), {priority}, {place}: {} there, {} away{idle}{waits}", Bytes(*resident_bytes), Bytes(*away_bytes))
+    let idle = match member.idle_ms {
+        Some(0) => "; busy".to_owned(),
+        Some(ms) => format!("; idle for {}", seconds(ms)),
+        None => String::new(),
+    };
+    format!("{name} (pid {pid}), {priority} priority, {place}{memory}{idle}{waits}")
 }

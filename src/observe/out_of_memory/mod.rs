@@ -9,7 +9,8 @@
 //! fails, the page describes the state then; if it succeeds, one line says so. All other failures are reported at once.
 //!
 //! Before torch frees anything, it waits for the GPU's work. That can take seconds, and so can the frees. So its first failure is held back
-//! for five seconds, and longer while its thread keeps freeing memory, up to half a minute.
+//! for five seconds, and longer while its thread keeps freeing memory, up to half a minute. In a program that shares its GPUs, the second attempt
+//! waits until others have made room. Then the first failure was only a part of that wait, and no warning.
 //!
 //! **Rate limit.** Each requesting library gets three pages at once and then one every ten seconds. The rest is only counted. The lines
 //! about successful retries have a limit of their own: near the limit of memory torch may retry all day, and the page of the failure that
@@ -103,18 +104,24 @@ struct Course {
     scene: Option<Scene>,
     attempts: u32,
     last_failed: Instant,
-    /// Whether the thread has freed memory since the last failure.
-    frees: Frees,
+    /// What the thread has done since the last failure so that a retry may succeed.
+    does: Does,
     /// A later attempt has succeeded.
     got_it: bool,
     /// It ends at once: it is complete, others need its place, or a test does not wait.
     is_over: bool,
 }
 
-enum Frees {
+enum Does {
     Nothing,
-    InProgress,
-    Until(Instant),
+    /// It frees memory.
+    Frees,
+    /// It has freed memory, until then.
+    FreedUntil(Instant),
+    /// It waits for others to make room.
+    Waits,
+    /// It has waited for that, until then.
+    WaitedUntil(Instant),
 }
 
 /// Reports that a request for device memory has failed.
@@ -163,12 +170,22 @@ pub(crate) fn succeeded(bytes: u64, is_piece: bool) {
 
 /// The calling thread frees memory, which may have to wait for the GPU. Its retry may follow.
 pub(crate) fn free_begun() {
-    REPORTS.get().books().of_thread().inspect(|episode| episode.course().frees = Frees::InProgress);
+    REPORTS.get().books().of_thread().inspect(|episode| episode.course().does.begin_to_free());
 }
 
 /// The calling thread has freed memory.
 pub(crate) fn free_ended() {
-    REPORTS.get().books().of_thread().inspect(|episode| episode.course().frees.end());
+    REPORTS.get().books().of_thread().inspect(|episode| episode.course().does.end_freeing());
+}
+
+/// The calling thread waits for others to make room, for as long as that takes. Its retry may follow.
+pub(crate) fn wait_begun() {
+    REPORTS.get().books().of_thread().inspect(|episode| episode.course().does = Does::Waits);
+}
+
+/// The calling thread has waited for room.
+pub(crate) fn wait_ended() {
+    REPORTS.get().books().of_thread().inspect(|episode| episode.course().does.end_waiting());
 }
 
 /// Ends the open episodes as if their time were over, and waits until all are reported. For tests.
@@ -271,10 +288,26 @@ impl Books {
     }
 }
 
-impl Frees {
-    fn end(&mut self) {
-        if !matches!(self, Self::Nothing) {
-            *self = Self::Until(Instant::now());
+impl Does {
+    fn begin_to_free(&mut self) {
+        if !self.has_waited() {
+            *self = Self::Frees;
+        }
+    }
+
+    fn end_waiting(&mut self) {
+        if self.has_waited() {
+            *self = Self::WaitedUntil(Instant::now());
+        }
+    }
+
+    fn has_waited(&self) -> bool {
+        matches!(self, Self::Waits | Self::WaitedUntil(_))
+    }
+
+    fn end_freeing(&mut self) {
+        if matches!(self, Self::Frees | Self::FreedUntil(_)) {
+            *self = Self::FreedUntil(Instant::now());
         }
     }
 }
@@ -290,10 +323,12 @@ impl Course {
         if !awaits_retry {
             return same.saturating_sub(since);
         }
-        let freeing = match self.frees {
-            Frees::Nothing => Duration::ZERO,
-            Frees::InProgress => LONGEST,
-            Frees::Until(then) => same.saturating_sub(then.elapsed()),
+        let freeing = match self.does {
+            Does::Nothing => Duration::ZERO,
+            Does::Frees => LONGEST,
+            Does::FreedUntil(then) => same.saturating_sub(then.elapsed()),
+            Does::Waits => return LONGEST,
+            Does::WaitedUntil(then) => return (same * CERTAIN).saturating_sub(then.elapsed()),
         };
         (same * CERTAIN).saturating_sub(since).max(freeing.min(LONGEST.saturating_sub(since)))
     }
@@ -305,8 +340,8 @@ impl Episode {
         let is_resume = scene.asked.cause.is_resume();
         let is_tried_again = scene::is_tried_again(&scene.asked);
         let (is_due, is_reported) = (AtomicBool::new(!is_tried_again), AtomicBool::new(false));
-        let (last_failed, frees) = (Instant::now(), Frees::Nothing);
-        let course = Mutex::new(Course { scene: Some(scene), attempts: 1, last_failed, frees, got_it: false, is_over: false });
+        let (last_failed, does) = (Instant::now(), Does::Nothing);
+        let course = Mutex::new(Course { scene: Some(scene), attempts: 1, last_failed, does, got_it: false, is_over: false });
         Self { thread, library, bytes, is_resume, is_tried_again, course, changed: Condvar::new(), is_due, is_reported }
     }
 
@@ -323,7 +358,7 @@ impl Episode {
             let mut course = self.course();
             course.attempts += 1;
             course.last_failed = Instant::now();
-            course.frees = Frees::Nothing;
+            course.does = Does::Nothing;
             course.got_it = false;
             let (Some(first), Some(now)) = (&course.scene, scene) else { return };
             course.scene = Some(now.after(first));
@@ -343,8 +378,12 @@ impl Episode {
     fn follow(&self) {
         let mut course = self.wait(|| self.is_due.load(Ordering::Relaxed));
         let (scene, attempts, got_it) = (course.scene.take(), course.attempts, course.got_it);
+        let has_waited = course.does.has_waited();
         drop(course);
         match scene {
+            Some(_) if got_it && has_waited => {
+                log::info!("{} asked for {}, waited until other programs had made room, and got it", self.library, Bytes(self.bytes));
+            }
             Some(mut scene) if got_it && self.allow_report(Form::Line) => {
                 scene.ask_for_index()(&mut scene, same() / 10);
                 log::warn!("{}; a later attempt succeeded, after other memory was freed", scene.headline());
@@ -444,17 +483,18 @@ mod tests {
     #[test]
     fn an_episode_goes_on_while_its_thread_frees_memory_but_not_for_ever() {
         const SAME: Duration = Duration::from_secs(1);
-        let left = |failed_before: u64, attempts, frees, got_it, is_tried_again| {
+        let left = |failed_before: u64, attempts, does, got_it, is_tried_again| {
             let last_failed = Instant::now().checked_sub(Duration::from_secs(failed_before)).unwrap();
-            let course = Course { scene: None, attempts, last_failed, frees, got_it, is_over: false };
+            let course = Course { scene: None, attempts, last_failed, does, got_it, is_over: false };
             course.left(is_tried_again, SAME).as_secs_f64().ceil()
         };
-        let until_now = || Frees::Until(Instant::now());
-        assert_eq!((left(2, 1, Frees::Nothing, false, false), left(2, 1, until_now(), false, false)), (0.0, 0.0));
-        assert_eq!((left(2, 1, Frees::Nothing, false, true), left(6, 1, Frees::Nothing, false, true)), (3.0, 0.0), "the certain retry");
-        assert_eq!((left(6, 1, until_now(), false, true), left(6, 1, Frees::InProgress, false, true)), (1.0, 24.0));
-        assert_eq!((left(31, 1, until_now(), false, true), left(31, 1, Frees::InProgress, false, true)), (0.0, 0.0));
+        let until_now = || Does::FreedUntil(Instant::now());
+        assert_eq!((left(2, 1, Does::Nothing, false, false), left(2, 1, until_now(), false, false)), (0.0, 0.0));
+        assert_eq!((left(2, 1, Does::Nothing, false, true), left(6, 1, Does::Nothing, false, true)), (3.0, 0.0), "the certain retry");
+        assert_eq!((left(6, 1, until_now(), false, true), left(6, 1, Does::Frees, false, true)), (1.0, 24.0));
+        assert_eq!((left(31, 1, until_now(), false, true), left(31, 1, Does::Frees, false, true)), (0.0, 0.0));
         assert_eq!((left(2, 2, until_now(), false, true), left(2, 1, until_now(), true, true)), (0.0, 0.0), "it has been tried again");
+        assert_eq!((left(99, 1, Does::Waits, false, true), left(99, 1, Does::WaitedUntil(Instant::now()), false, true)), (30.0, 5.0));
     }
 
     /// The worker of a retry that has succeeded may be slow to end, and the next failure comes at once.

@@ -86,7 +86,10 @@ fn shell(machine: &Machine) -> Result<Exit, CommandError> {
     let engine = machine.start(Some("engine"), ENGINE)?;
     output::say(&format!(
         "The program `engine` has {ENGINE} MiB there. Try: vramctl ps, vramctl gpus, vramctl pause, vramctl resume, vramctl top.\n\
-         Another one: vramctl run -d --name other -- vramctl demo-program --mib 64. The end: exit"
+         Another one: vramctl run -d --name other -- vramctl demo-program --mib 64. The end: exit\n\
+         Two that share what is left, and use it every {} s: vramctl pause engine, then\n    \
+         for name in a b; do vramctl run -d --share --name $name -- vramctl demo-program --mib {OTHER}; done; vramctl top",
+        program::CHECK_EVERY.as_secs()
     ))?;
     let shell = env::var_os("SHELL").filter(|shell| !shell.is_empty()).unwrap_or_else(|| "/bin/sh".into());
     let status = machine.command(Command::new(&shell)).status();

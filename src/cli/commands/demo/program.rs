@@ -17,7 +17,8 @@ pub struct Args {
 }
 
 const MIB: usize = 1 << 20;
-const CHECK_EVERY: Duration = Duration::from_secs(5);
+/// How often, in the background.
+pub const CHECK_EVERY: Duration = Duration::from_secs(5);
 /// `CUDA_ERROR_OUT_OF_MEMORY`
 const OUT_OF_MEMORY: c_uint = 2;
 

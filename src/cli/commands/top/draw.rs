@@ -99,7 +99,7 @@ fn above<'a>(model: &Model, width: u16, now: Instant, most: usize) -> Vec<Line<'
     lines.push(Line::raw(format!("Link   out {}, in {}", rate(model.rate(Verb::Pause)), rate(model.rate(Verb::Resume)))));
     lines.extend(link.filter(|_| has_room_below));
     let wide = usize::from(width).saturating_sub(7);
-    let sharing = model.sharing.iter().flat_map(|news| wrapped(&text::plain(news), wide));
+    let sharing = model.sharing().into_iter().flat_map(|news| wrapped(&text::plain(&news), wide));
     lines.extend(sharing.enumerate().map(|(number, line)| Line::raw(format!("{:7}{line}", if number == 0 { "Share" } else { "" }))));
     lines.push(Line::default());
     lines.truncate(most.max(1));
@@ -668,10 +668,10 @@ Link   out none yet, in none yet
         let now = Instant::now();
         let mut model = busy(now);
         assert!(!picture(&model, now, 80, 20).contains("Share"));
-        model.sharing = vec![
+        model.sharing = Some(vec![
             "trainer waits 2.1 s: those in place have their turn for 0.5 s more, and after that it is its turn".into(),
             "9.0 s ago: trainer gave way (it was idle); engine came: changed in 210 ms".into(),
-        ];
+        ]);
         let picture = picture(&model, now, 80, 20);
         let shown: Vec<_> = picture.lines().skip(5).take(4).collect();
         let wanted = [

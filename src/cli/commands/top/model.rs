@@ -27,8 +27,8 @@ pub struct Model {
     pub found: Option<usize>,
     /// Why no processes can be found.
     pub trouble: Option<String>,
-    /// Who of the programs that share GPUs waits and why, and the last change of places.
-    pub sharing: Vec<String>,
+    /// What the scheduler of the programs that share GPUs says; `None`: there is none.
+    pub sharing: Option<Vec<String>>,
     /// What has been, and in which characters that is drawn; `None`: not at all.
     pub curves: Option<Curves>,
     past: Past,
@@ -296,7 +296,7 @@ impl Model {
             letters: BTreeMap::new(),
             found: None,
             trouble: None,
-            sharing: Vec::new(),
+            sharing: Some(Vec::new()),
             curves: None,
             past: Past::default(),
             interval,
@@ -380,9 +380,18 @@ impl Model {
         self.gpus.as_ref().map(|(answered, _)| now - *answered).filter(|age| *age > PATIENCE.max(3 * self.interval))
     }
 
+    /// Who of the programs that share GPUs waits and why, who is away, and the last change of places.
+    pub fn sharing(&self) -> Vec<String> {
+        self.sharing.clone().unwrap_or_else(|| vramctl_keeper::stranded(&self.seen_processes()).into_iter().collect())
+    }
+
+    fn seen_processes(&self) -> Vec<Process> {
+        self.seen.values().map(|seen| seen.sample.process.clone()).collect()
+    }
+
     /// The bars of the GPUs.
     pub fn bars(&self) -> Vec<GpuBar> {
-        let processes: Vec<_> = self.seen.values().map(|seen| seen.sample.process.clone()).collect();
+        let processes = self.seen_processes();
         let Some((_, gpus)) = &self.gpus else { return Vec::new() };
         let bar = |(card, holders): &(Card, Vec<Holder>)| {
             let mut parts = BTreeMap::<Slice, i64>::new();

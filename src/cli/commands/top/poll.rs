@@ -20,8 +20,8 @@ pub enum News {
     Process(Box<Sample>),
     Gone(u32),
     Gpus(Gpus),
-    /// What the scheduler of programs that share GPUs says: who waits and why, and the last change.
-    Sharing(Vec<String>),
+    /// What the scheduler of programs that share GPUs says: who waits and why, who is away, and the last change; `None`: there is none.
+    Sharing(Option<Vec<String>>),
     /// Discovery has found this many processes; each will answer or not.
     Found(usize),
     /// Why none can be found.
@@ -101,8 +101,8 @@ fn ask_nvml(listener: &impl Listener, interval: &Interval) {
 fn ask_scheduler(listener: &impl Listener, interval: &Interval) {
     loop {
         let news = match vramctl_keeper::ask() {
-            Ok(view) => view.map(|view| view.news()).unwrap_or_default(),
-            Err(error) => vec![format!("the scheduler does not answer: {error}")],
+            Ok(view) => view.map(|view| view.news()),
+            Err(error) => Some(vec![format!("the scheduler does not answer: {error}")]),
         };
         if !listener.send_news(News::Sharing(news)) {
             return;
