@@ -458,8 +458,13 @@ fn a_file_that_shrinks_in_a_load_ends_it() {
         files.find(|path| path.to_str().unwrap().ends_with(ending)).unwrap()
     };
     let pack = with_ending(folder.join("../.store/packs"), ".pack");
-    let cases =
-        [("restore-before", folder.join("criu/files.img"), "CRIU could not bring the process back"), ("restore-after", pack, "is damaged")];
+    let files = folder.join("criu/files.img");
+    let pages = with_ending(folder.join("criu"), "pages-1.img");
+    let cases = [
+        ("restore-before", files, "it has become shorter"),
+        ("restore-before", pages, "it has become shorter"),
+        ("restore-after", pack, "is damaged"),
+    ];
     for (at, path, says) in cases {
         let whole = fs::read(&path).unwrap();
         let mut load = images.cli(&format!("load {} --name e --log /dev/null", folder.display()));

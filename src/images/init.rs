@@ -16,6 +16,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::time::Duration;
 use std::{mem, ptr, thread};
 use vramctl_control::absence::{Mark, Marked, Says};
 use vramctl_control::address::Address;
@@ -46,6 +47,9 @@ pub struct Report {
     /// Why not.
     pub failure: Option<String>,
 }
+
+/// How often the files that CRIU reads are looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// Signals that are the program's.
 const PASSED: [libc::c_int; 9] =
@@ -206,7 +210,19 @@ fn restore(task: &Task) -> Result<(Restored, Vec<Marked>), CommandError> {
         let mut command = criu.restore(images_open.as_fd(), work_open.as_fd(), &more);
         inherit(&mut command, &replacing.iter().map(AsRawFd::as_raw_fd).collect::<Vec<_>>());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let done = command.status().map_err(|error| CommandError::new(Exit::Failed, format!("CRIU cannot be run: {error}")))?;
+        let cannot = |error: io::Error| CommandError::new(Exit::Failed, format!("CRIU cannot be run: {error}"));
+        let mut running = command.spawn().map_err(cannot)?;
+        let done = loop {
+            if let Some(done) = running.try_wait().map_err(cannot)? {
+                break done;
+            }
+            wait_for_an_end(LOOK_EVERY);
+            // CRIU reads for ever where a file has ended.
+            image.check_sizes().inspect_err(|_| end_all_others()).map_err(failed)?;
+        };
+        if !done.success() {
+            image.check_sizes().map_err(failed)?;
+        }
         Ok((!done.success()).then(|| format!("({done}): {}", errors_in(work))))
     };
     // Those of the machine, at which it may listen or talk to itself.
@@ -243,6 +259,18 @@ fn own_end(pid: u32, errors: &str) -> Option<i32> {
     // SAFETY: writable; touches nothing else.
     let ended = unsafe { libc::waitpid(pid.cast_signed(), &raw mut status, 0) };
     (ended == pid.cast_signed() && libc::WIFEXITED(status)).then(|| libc::WEXITSTATUS(status))
+}
+
+/// Waits until a child ends, at most so long. [`hold_signals`] must have been called.
+fn wait_for_an_end(within: Duration) {
+    let time = libc::timespec { tv_sec: within.as_secs().cast_signed(), tv_nsec: within.subsec_nanos().into() };
+    // SAFETY: plain data, writable; a set that is initialised; there is no room for details.
+    unsafe {
+        let mut set = mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        libc::sigaddset(&raw mut set, libc::SIGCHLD);
+        libc::sigtimedwait(&raw const set, ptr::null_mut(), &raw const time);
+    }
 }
 
 /// Ends what an attempt has left in this PID namespace, so that the ids are free.

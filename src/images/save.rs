@@ -329,7 +329,10 @@ impl Run<'_> {
         })?;
         let process = named(&self.save.checkpoint, &self.save.tree);
         if self.save.keeps {
-            self.timed("resume", |run| run.undo(reporter))?;
+            let kept = self.timed("resume", |run| run.undo(reporter));
+            kept.map_err(|failure| {
+                failure.clone().saying(format!("the image is complete, but the program could not be brought back at once: {failure}"))
+            })?;
         }
         if self.save.verifies {
             self.timed("verify", Self::verify)?;

@@ -2,7 +2,7 @@
 
 use crate::contents::{self, Listed};
 use crate::disk;
-use crate::manifest::{self, Manifest};
+use crate::manifest::{self, FileHash, Manifest};
 use crate::pack::{Known, PackFile};
 use crate::piece::{Buffer, Piece, PieceId};
 use crate::reading::{READERS, Source};
@@ -92,6 +92,14 @@ impl Image {
     /// Refuses files that are not what was saved. [`Store::load`] has done so.
     pub fn check_files(&self) -> Result<()> {
         files::check(self.store.disk(), &self.path, &self.manifest.hashes).map_err(|error| error.of_image(&self.name))
+    }
+
+    /// Refuses files that are shorter than what was saved. None is read.
+    pub fn check_sizes(&self) -> Result<()> {
+        let shorter = |file: &&FileHash| self.path.join(&file.path).metadata().is_ok_and(|found| found.len() < file.bytes);
+        let Some(file) = self.manifest.hashes.iter().find(shorter) else { return Ok(()) };
+        Err(Error::damaged(&self.path.join(&file.path), format!("it has become shorter than its {} bytes", file.bytes))
+            .of_image(&self.name))
     }
 
     /// Refuses an image of which a piece is not there. None is read. [`Store::load`] has done so.
