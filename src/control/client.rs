@@ -258,6 +258,22 @@ impl Client {
         answer!(self, Request::Holdings, Reply::Holdings(holdings) => holdings)
     }
 
+    /// Has it keep room for this resume, as long as this client exists, once it is its turn among those that wait on its GPUs. `waits` hears why it
+    /// still waits. Returns whether there is room, and not whether nobody can make it; `None`: not by then.
+    pub fn room(&mut self, resume: ResumeRequest, until: Option<Instant>, waits: &dyn Fn(&str)) -> Result<Option<bool>, ClientError> {
+        self.begin(Request::Room(resume), None);
+        loop {
+            let left = until.map_or(Duration::MAX, |until| until.saturating_duration_since(Instant::now()));
+            match self.answer(&mut |_| ())? {
+                Some(Reply::Waits { why }) => waits(&why),
+                Some(Reply::Room { granted }) => return Ok(Some(granted)),
+                Some(other) => return Err(self.unexpected(&other)),
+                None if left.is_zero() => return Ok(None),
+                None => self.wait(left),
+            }
+        }
+    }
+
     /// Has its inference engine reset its prefix cache, if it has one that does so. `epoch`: the scheduler's that asks.
     pub fn reset_prefix_cache(&mut self, epoch: Option<u64>) -> Result<(), ClientError> {
         answer!(self, Request::ResetPrefixCache { epoch }, Reply::PrefixCacheReset => ())
@@ -303,7 +319,7 @@ impl Client {
             if let Some(answer) = self.answer(progress)? {
                 return Ok(answer);
             }
-            self.wait();
+            self.wait(Duration::MAX);
         }
     }
 
@@ -332,11 +348,11 @@ impl Client {
         }
     }
 
-    /// Waits until something arrives, or it is time to check whether the process lives.
-    fn wait(&self) {
+    /// Waits until something arrives, or it is time to check whether the process lives, but no longer than this.
+    fn wait(&self, most: Duration) {
         let moment = if self.probe.is_some() { NEW_SOCKET / 10 } else { LOOK_AFTER.saturating_sub(self.quiet_since.elapsed()) };
         let probe = self.probe.as_ref().and_then(|probe| probe.stream.as_ref());
-        _ = system::poll_all([Some(self.as_fd()), probe.map(AsFd::as_fd)], libc::POLLIN, moment);
+        _ = system::poll_all([Some(self.as_fd()), probe.map(AsFd::as_fd)], libc::POLLIN, moment.min(most));
     }
 
     /// Renews the lease. Never waits: a process that does not read does not need it.

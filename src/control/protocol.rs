@@ -158,6 +158,9 @@ pub enum Request {
     /// What could you give up, and what have you given up to the scheduler?
     #[serde(deserialize_with = "no_fields")]
     Holdings,
+    /// I am about to resume you so: keep room for it, once it is my turn among those that wait there, for as long as this connection lasts. At once
+    /// if you do not share your GPUs.
+    Room(ResumeRequest),
     /// Have the inference engine reset its prefix cache, if it is idle, so that its KV cache need not be kept. At most 200 ms.
     ResetPrefixCache {
         /// The scheduler's that asks, as in `share`.
@@ -280,6 +283,16 @@ pub enum Reply {
     Sharing(Sharing),
     /// To `holdings`.
     Holdings(Holdings),
+    /// To `room`, before its answer: it still waits.
+    Waits {
+        /// For whom, in words.
+        why: String,
+    },
+    /// To `room`.
+    Room {
+        /// Whether there is room now, which is kept. Otherwise nobody can make it.
+        granted: bool,
+    },
     /// To `reset-prefix-cache`. No engine does that, or it is done.
     PrefixCacheReset,
     /// To `close`.
@@ -319,6 +332,9 @@ pub struct Hello {
     /// The processes that its job had when it was last paused or resumed as a whole.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<u32>,
+    /// Whether it shares its GPUs (`vramctl run --share`).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub shares: bool,
     /// Whether its own allocator, such as torch's, serves requests: it understands `cache` and `trim`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub trims: bool,

@@ -31,6 +31,7 @@ pub mod queue;
 mod relocate;
 mod reporter;
 pub mod retry;
+mod room;
 pub mod shared;
 pub mod starting;
 mod stuck;

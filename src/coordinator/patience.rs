@@ -16,6 +16,9 @@ pub const READ_RECORD_AGAIN: Duration = Duration::from_millis(300);
 /// work in flight on several nodes, if nobody says how long.
 pub const TURN_WITHIN: Duration = Duration::from_secs(10);
 
+/// The limit of a wait without one.
+pub const AS_LONG_AS_IT_TAKES: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+
 /// How long a party that begins when others have drained waits, at the commit, until those have given back all of their memory. It does not wait
 /// long, because all is decided, and one of the others may be stopped.
 pub const GIVEN_BACK_WITHIN: Duration = Duration::from_secs(1);

@@ -60,6 +60,11 @@ impl Process {
         self.status.as_ref().is_ok_and(|status| status.memory.held)
     }
 
+    /// Whether it shares its GPUs with others by itself.
+    pub fn shares(&self) -> bool {
+        self.status.as_ref().is_ok_and(|status| status.process.shares)
+    }
+
     /// Managed bytes that are not paused.
     pub fn active_bytes(&self) -> u64 {
         self.tags().iter().map(|tag| tag.bytes.saturating_sub(tag.paused_bytes)).sum()
@@ -238,6 +243,7 @@ pub mod made_up {
             run: None,
             age_s: None,
             ranks: Vec::new(),
+            shares: false,
             trims: false,
             on_pause: None,
             on_resume: None,

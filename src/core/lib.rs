@@ -19,6 +19,7 @@ pub mod memory;
 pub mod prefix_cache;
 mod quiet;
 mod requests;
+mod room;
 pub mod server;
 mod status;
 mod store;

@@ -5,7 +5,7 @@ use crate::memory::Memory;
 use crate::memory::share::Loan;
 use crate::suspend::suspended;
 use crate::transition::Pause;
-use crate::{cache, detach, engine, events, lease, member, prefix_cache, status, store};
+use crate::{cache, detach, engine, events, lease, member, prefix_cache, room, status, store};
 use std::panic::{self, AssertUnwindSafe};
 use std::time::Duration;
 use vramctl_config::{Config, new_name};
@@ -88,6 +88,7 @@ fn serve(request: Request, connection: &Connection, lines: &mut Lines<'_>, files
         Request::Share { epoch } => member::serve(epoch, connection, lines).map(|()| Reply::Closed),
         Request::Sharing(new) => member::share_so(new).map(Reply::Sharing),
         Request::Holdings => Ok(Reply::Holdings(memory.holdings())),
+        Request::Room(wanted) => room::keep(wanted, connection, lines),
         Request::ResetPrefixCache { epoch } => {
             member::admit(epoch)?;
             prefix_cache::reset().map(|()| Reply::PrefixCacheReset)
@@ -112,8 +113,8 @@ fn serve(request: Request, connection: &Connection, lines: &mut Lines<'_>, files
 /// Whether a request may wait long: for the driver, a lock or the program. A `status` does not ([`status::ask`](crate::status::ask)). The steps of
 /// a transition may, but only one client is at them.
 fn may_wait(request: &Request) -> bool {
-    use Request::{Cache, Counted, Holdings, Pause, Plan, Record, ResetPrefixCache, Resume, Store, Suspend, Trim};
-    let asks = matches!(request, Cache | Holdings | Trim { .. } | ResetPrefixCache { .. });
+    use Request::{Cache, Counted, Holdings, Pause, Plan, Record, ResetPrefixCache, Resume, Room, Store, Suspend, Trim};
+    let asks = matches!(request, Cache | Holdings | Room(_) | Trim { .. } | ResetPrefixCache { .. });
     asks || matches!(request, Pause(_) | Plan(_) | Resume(_) | Store(_) | Suspend | Record | Counted { .. })
 }
 
@@ -147,6 +148,7 @@ fn hello() -> Hello {
         run: Config::get().run.clone().filter(|_| new_name().is_none()),
         age_s: engine::age_s(),
         ranks: lease::ranks().clone(),
+        shares: member::is_member(),
         trims: cache::is_served(),
         on_pause: Config::get().on_pause.clone(),
         on_resume: Config::get().on_resume.clone(),

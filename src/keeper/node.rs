@@ -150,7 +150,7 @@ impl Node {
             match self.news.recv_timeout(self.patience(beat)) {
                 Err(RecvTimeoutError::Timeout) => {
                     if self.somebody_waits() {
-                        self.look_again();
+                        self.look_again(None);
                         self.ask_for_less();
                     }
                     if self.wake.is_some_and(|wake| self.now() >= wake) {
@@ -284,7 +284,7 @@ impl Node {
         self.waiting.forget(pid);
         if let Some(member) = self.members.remove(&pid) {
             self.programs.remove(&member.program);
-            self.look_again();
+            self.look_again(None);
             self.step(Event::Left(member.program));
         }
         // It may only have closed the connection, and close the next one, too.
@@ -310,7 +310,8 @@ impl Node {
         let is_engine = || self.statuses.get(&pid).is_some_and(|status| status.process.engine.is_some());
         let rests = old.idle_ms == Some(0) && new.idle_ms > Some(0) && is_engine();
         if begins_to_wait || !settled.is_empty() || old.away != new.away || gives_back || rests {
-            self.look_again();
+            // What has become of a request goes with its end: before that, its memory would count twice.
+            self.look_again(Some(pid).filter(|_| !settled.is_empty()));
         }
         for ticket in settled {
             let memory = self.memory_of(pid);
@@ -347,6 +348,9 @@ impl Node {
         if (old.calls_wait_ms.is_none() || ends_late) && new.calls_wait_ms.is_some() {
             self.step(Event::Called(program));
         }
+        if begins_to_wait {
+            self.say_why();
+        }
     }
 
     /// Whether a change is under way in which the program takes part.
@@ -354,8 +358,9 @@ impl Node {
         self.moving.values().any(|programs| programs.contains(&program))
     }
 
-    /// Looks at the GPUs and at all members that do not move.
-    fn look_again(&mut self) {
+    /// Looks at the GPUs and at all members, but not at the memory of those that move, of those that a person resumes into the room that they were granted, nor
+    /// of the one `without` which this is.
+    fn look_again(&mut self, without: Option<u32>) {
         self.gpus.look();
         self.ask_all();
         self.learn_of_gpus();
@@ -367,8 +372,10 @@ impl Node {
             .filter(|(_, member)| !moving.contains(&member.program))
             .map(|(pid, member)| (*pid, member.program))
             .collect();
+        let is_resumed = |member: &Member| member.paused && member.state.wants.iter().any(|want| want.tries);
+        let resumed: BTreeSet<_> = self.members.iter().filter(|(_, member)| is_resumed(member)).map(|(pid, _)| *pid).collect();
         self.learn_of_pauses(&at_rest.iter().map(|(pid, _)| *pid).collect::<Vec<_>>());
-        for (pid, program) in at_rest {
+        for (pid, program) in at_rest.into_iter().filter(|(pid, _)| without != Some(*pid) && !resumed.contains(pid)) {
             for (gpu, memory) in self.memory_of(pid) {
                 self.step(Event::Memory { program, gpu, memory });
             }
@@ -473,10 +480,11 @@ impl Node {
     fn step(&mut self, event: Event) {
         let step = self.state.step(self.now(), event);
         self.wake = step.wake;
+        // Before anybody gives way for them.
+        self.keep_promises();
         for action in step.actions {
             self.act(action);
         }
-        self.keep_promises();
         self.leave_memos(false);
     }
 

@@ -33,7 +33,7 @@ impl Gang {
 
     /// Whether it is in place, and one part waits for room while others may spin.
     pub fn is_blocked(&self) -> bool {
-        self.is_parallel() && !self.is_away() && self.asks().next().is_some()
+        self.is_parallel() && !self.is_away() && !self.is_paused() && self.asks().next().is_some()
     }
 
     /// Until when it is left alone since one of its programs did not drain.

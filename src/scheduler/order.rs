@@ -56,7 +56,7 @@ impl State {
             return None;
         }
         let (since, lack) = (gang.waits_since()?, gang.lack());
-        let in_turn = !gang.is_away() && self.now < gang.turn.until;
+        let in_turn = !gang.is_away() && !gang.is_paused() && self.now < gang.turn.until;
         let blocked = gang.is_blocked();
         let class = match (blocked, in_turn) {
             (true, _) => Priority::High,

@@ -243,7 +243,7 @@ impl State {
                 self.asked.push(request.clone());
                 self.transition(&wanted.selection.tags, None, TagState::Active)
             }
-            Request::Share { .. } | Request::Order(_) | Request::Holdings | Request::Sharing(_) => {
+            Request::Share { .. } | Request::Order(_) | Request::Holdings | Request::Sharing(_) | Request::Room(_) => {
                 panic!("tests/processes/taking_turns.rs has real processes")
             }
             Request::Events { .. } | Request::Record => panic!("tests/events.rs has real processes"),
@@ -311,6 +311,7 @@ impl State {
             run: None,
             age_s: None,
             ranks: Vec::new(),
+            shares: false,
             trims: false,
             on_pause: None,
             on_resume: None,

@@ -154,6 +154,31 @@ fn whoever_is_killed_at_any_step_of_a_change_the_others_go_on() {
     in_parallel(some(all, 6), 3, |(step, killed)| is_killed_at(step, killed));
 }
 
+/// A person's resume queues with those that wait for room: it takes none that is promised to others, waits instead of failing, and has its turn.
+#[test]
+fn a_resume_by_a_person_waits_for_its_turn() {
+    let _alone = one_at_a_time();
+    let mut machine = Machine::new();
+    machine.memory = "96M";
+    let [mut paused, mut leaves, mut comes] = ["paused", "leaves", "comes"].map(|name| asking(&machine, name));
+    assert_eq!(paused.ask("take 30"), "0");
+    machine.vramctl("pause paused").expect(0, "paused", "");
+    assert_eq!(leaves.ask("take 50"), "0");
+    // It stands still while it gives way, and there would be room for the paused one meanwhile.
+    assert_eq!(leaves.ask("stop cuMemUnmap"), "0");
+    comes.tell("take 60");
+    eventually("it stops", || state_of(leaves.pid()) == Some('T'));
+    machine.vramctl("resume paused --timeout 1").expect(5, "", "there was no room yet for paused");
+    assert_eq!(machine.settled(&[&paused]), "paused, held");
+    signal(leaves.pid() as i32, libc::SIGCONT);
+    comes.expect("0");
+    // Those that are idle give way to it.
+    machine.vramctl("resume paused").expect(0, "resumed", "");
+    for program in [&mut paused, &mut leaves, &mut comes] {
+        assert_eq!(program.ask("check"), "ok");
+    }
+}
+
 /// A program of Python's ([`PROGRAM`]).
 fn python(machine: &Machine, name: &str) -> Program {
     let mut command = machine.cli(&["run", "--share", "--name", name, "--no-python", "--", "python3", "-c", PROGRAM]);

@@ -15,7 +15,8 @@ use vramctl_model::Verb;
 Without tags, resumes all that others than the program itself have paused; what the program has paused itself, it resumes itself, \
 or you by naming the tag. All or nothing: if GPU memory is short, everything stays paused, and the message says how \
 much is missing and who holds it. With --timeout, the resume waits that long for others to free memory. \
-If several jobs wait for memory, they queue, and the first to ask gets it first.
+If several jobs wait for memory, they queue, and the first to ask gets it first. A program of `vramctl run --share` waits for its turn \
+among those that share its GPUs, with --timeout no longer than that; ^C gives up, and it stays paused.
 
 A suspended process is brought back to its GPUs first. With tags or --gpu, the rest of its memory stays paused.
 

@@ -24,20 +24,23 @@ use crate::engine::Engines;
 use crate::failure::CommandError;
 use crate::hooks::Hook;
 use crate::nodes::Participant;
-use crate::patience::{Backoff, FIRST_DRAIN, TURN_WITHIN};
+use crate::parallel;
+use crate::patience::{AS_LONG_AS_IT_TAKES, Backoff, FIRST_DRAIN, TURN_WITHIN};
 use crate::processes::Found;
 use crate::queue::{Entry, Ticket};
 use crate::retry::{FailedAttempt, Retry, RetryPolicy};
+use crate::room::Room;
 use crate::shared::{self, Borrower};
 use attempt::{Attempt, Attempted};
 use std::collections::BTreeSet;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::ErrorKind;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::ClientError;
 use vramctl_control::protocol::Refusal;
+use vramctl_host::Unpoison;
 use vramctl_model::{Amounts, PauseRequest, Report, ResumeRequest, Selection, Transition, Verb};
 
 /// What a job is to do.
@@ -234,6 +237,10 @@ impl Job<'_> {
             Ok(place) => place,
             Err(refusal) => return self.refused(&refusal, begun),
         };
+        let _rooms = match self.rooms(&mut place, deadline, reporter) {
+            Ok(rooms) => rooms,
+            Err(refusal) => return self.refused(&refusal, begun),
+        };
         let (mut attempts, mut drain, mut short) = (0, Backoff::new(FIRST_DRAIN, Duration::MAX), BTreeSet::new());
         let terms = self.nodes.as_ref().map(|nodes| nodes.terms().clone());
         if terms.as_ref().is_some_and(|terms| terms.early) {
@@ -281,7 +288,29 @@ impl Job<'_> {
     /// Waits for its turn in the queue, if it needs one.
     fn queue(&self, begun: Instant, reporter: &dyn Reporter) -> Result<Option<Entry>, Box<Refusal>> {
         let Some(ticket) = self.ticket.clone().filter(|_| self.request.resume().is_some()) else { return Ok(None) };
-        self.found.queue(ticket, Deadline { begun, timeout: self.request.timeout() }, TURN_WITHIN, reporter)
+        let timeout = self.request.timeout().or_else(|| self.sharing().next().map(|_| AS_LONG_AS_IT_TAKES));
+        self.found.queue(ticket, Deadline { begun, timeout }, TURN_WITHIN, reporter)
+    }
+
+    /// The ranks that share their GPUs and wait for room there, if a person resumes them. Those of a job over several nodes do not wait: the ranks
+    /// elsewhere would have to be prepared for as long.
+    fn sharing(&self) -> impl Iterator<Item = &Rank> {
+        let waits = matches!(self.request, JobRequest::Resume(_)) && !self.request.is_of_scheduler() && self.nodes.is_none();
+        let shares = |rank: &&Rank| self.found.processes.iter().any(|process| process.pid == rank.pid && process.shares());
+        self.ranks.iter().filter(move |rank| waits && shares(rank))
+    }
+
+    /// Waits until there is room for those that share their GPUs.
+    fn rooms(&self, place: &mut Option<Entry>, deadline: Deadline, reporter: &dyn Reporter) -> Result<Vec<Option<Room>>, Box<Refusal>> {
+        let Some(resume) = self.request.resume() else { return Ok(Vec::new()) };
+        let until = deadline.timeout.map(|_| Instant::now() + deadline.left_or_a_moment());
+        let place = Mutex::new(place);
+        let waits = || _ = place.lock().unpoisoned().as_mut().map(Entry::waits_for_memory);
+        let wait = |rank: &Rank| {
+            let selection = Selection { tags: rank.tags.clone(), lenient: true, ..resume.selection.clone() };
+            Room::wait(self.found, rank.pid, ResumeRequest { selection, ..resume.clone() }, until, reporter, &waits)
+        };
+        parallel::each_well(self.sharing(), wait).into_iter().collect()
     }
 
     /// What the policy decides by.

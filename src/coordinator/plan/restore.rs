@@ -35,6 +35,8 @@ impl Plan {
         // The memory on other GPUs stays paused, so it needs no room.
         let Selection { tags, gpus, .. } = self.request().selection();
         let tags_on = tags.is_empty().then_some(&**gpus);
+        // Those that share their GPUs wait for it among these, once they are restored.
+        let tags_on = tags_on.filter(|_| !checkpoint.members.iter().any(|member| member.process.shares()));
         let deadline = &self.operation().deadline;
         let restored = checkpoint.restore_with_room(map, tags_on, deadline, place.as_mut(), reporter);
         restored.map_err(|failure| {

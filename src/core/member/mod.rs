@@ -111,7 +111,7 @@ fn not_a_member() -> Error {
 }
 
 /// Why calls and requests wait, in a message.
-fn why_waiting() -> String {
+pub(crate) fn why_waiting() -> String {
     let why = MEMBERSHIP.existing().and_then(|its| its.why.lock().unpoisoned().clone());
     why.unwrap_or_else(|| "`vramctl share` shows who has the GPU".into())
 }

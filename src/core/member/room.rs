@@ -165,7 +165,9 @@ impl Ticket {
             return None;
         }
         let waiting = Waiting { device, bytes, since: Instant::now(), state: Progress::Waits };
-        Some(Self { number: queue().add(waiting), is_warned: false })
+        let ticket = Self { number: queue().add(waiting), is_warned: false };
+        tell();
+        Some(ticket)
     }
 
     /// Waits again: for this many bytes there was no room after all.
@@ -176,6 +178,7 @@ impl Ticket {
             self.number = queue.add(Waiting { bytes, state: Progress::Waits, ..waiting });
         }
         drop(queue);
+        tell();
         self.wait()
     }
 
@@ -189,41 +192,48 @@ impl Ticket {
 
     /// Waits until the scheduler says that there is room. `false`: there will be none.
     pub fn wait(&mut self) -> bool {
-        tell();
+        loop {
+            if let Some(granted) = self.wait_a_moment() {
+                return granted;
+            }
+        }
+    }
+
+    /// The same for a moment. `None`: it still waits.
+    pub fn wait_a_moment(&mut self) -> Option<bool> {
         let patience = Config::get().waits_for.unwrap_or(WITHOUT_SCHEDULER);
         let mut queue = queue();
-        loop {
-            let alone = queue.alone_since.map(|since| since.elapsed());
-            let Some(waiting) = queue.waiting.get_mut(&self.number) else { return false };
-            match &waiting.state {
-                Progress::Answered(Verdict::Granted) => {
-                    waiting.state = Progress::Tries;
-                    return true;
-                }
-                Progress::Answered(Verdict::Denied(why)) => {
-                    log::warn!("no room for {} on {}: {why}", Bytes(waiting.bytes), driver::gpu_in_words(waiting.device));
-                    return false;
-                }
-                Progress::Waits | Progress::Tries => (),
+        let alone = queue.alone_since.map(|since| since.elapsed());
+        let Some(waiting) = queue.waiting.get_mut(&self.number) else { return Some(false) };
+        match &waiting.state {
+            Progress::Answered(Verdict::Granted) => {
+                waiting.state = Progress::Tries;
+                return Some(true);
             }
-            if exit::is_ending() {
-                return false;
+            Progress::Answered(Verdict::Denied(why)) => {
+                log::warn!("no room for {} on {}: {why}", Bytes(waiting.bytes), driver::gpu_in_words(waiting.device));
+                return Some(false);
             }
-            if let Some(alone) = alone.map(|alone| alone.min(waiting.since.elapsed())).filter(|alone| *alone >= patience) {
-                log::warn!(
-                    "no room for {} on {}: no scheduler has answered for {} s; `vramctl share` shows who shares the GPU",
-                    Bytes(waiting.bytes),
-                    driver::gpu_in_words(waiting.device),
-                    alone.as_secs()
-                );
-                return false;
-            }
-            if waiting.since.elapsed() >= WORTH_A_WARNING && !mem::replace(&mut self.is_warned, true) {
-                let (bytes, gpu) = (Bytes(waiting.bytes), driver::gpu_in_words(waiting.device));
-                log::warn!("{bytes} on {gpu} have waited for room for {} s: {}", WORTH_A_WARNING.as_secs(), why_waiting());
-            }
-            queue = ROOM.get().answered.wait_timeout(queue, LOOK_EVERY).unpoisoned().0;
+            Progress::Waits | Progress::Tries => (),
         }
+        if exit::is_ending() {
+            return Some(false);
+        }
+        if let Some(alone) = alone.map(|alone| alone.min(waiting.since.elapsed())).filter(|alone| *alone >= patience) {
+            log::warn!(
+                "no room for {} on {}: no scheduler has answered for {} s; `vramctl share` shows who shares the GPU",
+                Bytes(waiting.bytes),
+                driver::gpu_in_words(waiting.device),
+                alone.as_secs()
+            );
+            return Some(false);
+        }
+        if waiting.since.elapsed() >= WORTH_A_WARNING && !mem::replace(&mut self.is_warned, true) {
+            let (bytes, gpu) = (Bytes(waiting.bytes), driver::gpu_in_words(waiting.device));
+            log::warn!("{bytes} on {gpu} have waited for room for {} s: {}", WORTH_A_WARNING.as_secs(), why_waiting());
+        }
+        drop(ROOM.get().answered.wait_timeout(queue, LOOK_EVERY).unpoisoned());
+        None
     }
 }
 

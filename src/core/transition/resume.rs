@@ -3,7 +3,7 @@
 use super::choose::Chosen;
 use super::exchange::Exchange;
 use super::prepared::{Failed, Preparation, Prepared, complete};
-use super::restore::{Arrival, activate, check_free, needed_by, turn_of};
+use super::restore::{Arrival, activate, check_free, has_room_for, needed_by, turn_of};
 use super::restored::Restored;
 use super::{Clock, Resume, WAIT_LOCKED, busy_since, hold, milliseconds, tags_text, unfinished, unless_ending};
 use crate::events::{self, Cause, Event, FailedRequest};
@@ -40,6 +40,15 @@ impl Memory {
         let mut chosen = self.choose(&resume.request.selection).ok()?;
         chosen.leave_paused(resume);
         needed_by(&chosen.paused).into_iter().find(|(device, _)| room::is_promised(*device))
+    }
+
+    /// Room for which a resume waits among the programs that share its GPUs: the devices, and bytes. None if it is there and is promised to nobody.
+    pub fn room_for(&self, resume: &Resume) -> Result<Vec<(CUdevice, u64)>, Error> {
+        let mut chosen = self.choose(&resume.request.selection)?;
+        chosen.leave_paused(resume);
+        let needed = needed_by(&chosen.paused);
+        let is_there = !needed.keys().any(|device| room::is_promised(*device)) && has_room_for(&chosen.paused);
+        Ok(if is_there { Vec::new() } else { needed.into_iter().collect() })
     }
 
     /// Does all of a resume that can be undone.

@@ -461,3 +461,21 @@ fn who_has_left_begins_anew_after_its_failures() {
     state.step(Duration::from_secs(3), Event::Done { change: comes, outcome: Outcome::Changed, programs });
     assert_eq!(state.remembered(Duration::from_secs(3), ProgramId(1)).unwrap().backoff, (Duration::ZERO, Duration::ZERO));
 }
+
+/// Nothing of a program that a person has paused spins, and it has no use of its turn: when it is to be resumed, it waits behind those before it.
+#[test]
+fn who_is_resumed_by_a_person_takes_no_room_that_others_wait_for() {
+    for ranks in [1, 2] {
+        let mut state = node();
+        let paused = |id| in_turn(100, Report { job: Some(JobId(1)), paused: true, ..program(id, 0, 0) });
+        join(&mut state, (10..10 + ranks).map(paused).chain([in_turn(100, program(2, 70, 0)), program(3, 1, 0)]));
+        let second = Duration::from_secs(1);
+        assert_eq!(change(&state.step(second, asks(3, &[(GPU, 40)])).actions), None, "the one in place has its turn");
+        let actions = state.step(second, asks(10, &[(GPU, 25)])).actions;
+        assert!(!actions.iter().any(|action| matches!(action, Action::Grant(..))), "{ranks}: {actions:?}");
+        let done = state.step(second, Event::Left(ProgramId(2))).actions;
+        let granted: Vec<_> =
+            done.iter().filter_map(|action| if let Action::Grant(program, _) = action { Some(program.0) } else { None }).collect();
+        assert_eq!(granted, [3, 10], "{ranks}");
+    }
+}
