@@ -32,6 +32,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 use std::{iter, thread};
 use vramctl_control::absence::{Mark, Marked, Says};
@@ -525,7 +526,8 @@ impl Run<'_> {
         }
         let locks = self.parts.iter().filter_map(|part| part.away.as_ref()?.lock()).map(|lock| lock.as_raw_fd());
         let kept: Vec<_> = locks.chain([self.guard.held_open()]).collect();
-        let dumped = self.save.criu.dump(self.root(), images_open.as_fd(), work_open.as_fd(), &more, &kept);
+        let dump = || self.save.criu.dump(self.root(), images_open.as_fd(), work_open.as_fd(), &more, &kept);
+        let dumped = while_written_back(images, dump);
         let said = criu::errors_in(&work);
         fs::remove_dir_all(&work).map_err(refused("remove", &work))?;
         match dumped {
@@ -740,6 +742,29 @@ impl Run<'_> {
         // Each is where it was put.
         send_origin(&mut self.client(part)?, self.image()?, &source, &[])
     }
+}
+
+/// Has the disk write the files of a folder while they are being made: all must be durable before the program is killed.
+fn while_written_back<R>(folder: &Path, work: impl FnOnce() -> R) -> R {
+    const EVERY: Duration = Duration::from_millis(50);
+    let is_over = AtomicBool::new(false);
+    let write_back = || {
+        while !is_over.load(Ordering::Relaxed) {
+            let files = fs::read_dir(folder).into_iter().flatten().flatten();
+            for file in files.filter_map(|file| File::open(file.path()).ok()) {
+                // SAFETY: touches no memory. What it does not write is written later.
+                unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) };
+            }
+            thread::sleep(EVERY);
+        }
+    };
+    thread::scope(|scope| {
+        // Without one, it is only slower.
+        let _ = thread::Builder::new().spawn_scoped(scope, write_back);
+        let done = work();
+        is_over.store(true, Ordering::Relaxed);
+        done
+    })
 }
 
 #[allow(clippy::needless_pass_by_value)] // for `map_err`
