@@ -92,6 +92,38 @@ fn a_program_that_is_kept_goes_on_beside_its_image() {
     engine.end();
 }
 
+/// Somebody takes the room on the GPU while a program that is to be kept is away: the image is complete, and the next resume brings the program back.
+#[test]
+fn a_kept_program_whose_room_is_taken_stays_suspended() {
+    const TAKES: &str = r#"
+import ctypes, sys
+pointer, rest = ctypes.c_void_p(), ctypes.c_size_t()
+cuda = ctypes.CDLL("libcudart.so.13")
+assert cuda.cudaMemGetInfo(ctypes.byref(rest), ctypes.byref(ctypes.c_size_t())) == 0
+assert cuda.cudaMalloc(ctypes.byref(pointer), rest) == 0
+print("ready", flush=True)
+sys.stdin.read()
+"#;
+    let Some(images) = Images::new() else { return };
+    let [mut plain, mut engine] = ["plain", "engine"].map(|name| images.engine(name));
+    let mut save = images.cli(&format!("save engine {} --keep", images.image("image")));
+    let (held, save) = images.holding("dump-after", &mut save);
+    let save = save.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    held.is_reached();
+    let other = Program::ready(&mut images.machine.command("python3", &["-c", TAKES]));
+    held.go();
+    let ran = Ran::end_of(save).expect(4, "", "the image is complete");
+    assert!(ran.err.contains("vramctl resume"), "{ran:?}");
+    assert!(images.has_image());
+    other.end();
+    images.vramctl("resume engine").expect(0, "resumed", "");
+    is_well(&mut engine, &mut plain, 1);
+    engine.end();
+    let mut loaded = images.load("image", "copy");
+    loaded.verify();
+    loaded.end();
+}
+
 #[test]
 fn what_is_damaged_or_incomplete_is_not_loaded() {
     let Some(images) = Images::new() else { return };
