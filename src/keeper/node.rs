@@ -37,8 +37,8 @@ const LOOK: Duration = Duration::from_millis(250);
 const LOOK_AT_REST: Duration = Duration::from_secs(6);
 /// How long the members that are there at the beginning may take to say how they are.
 const FIRST_WORDS_WITHIN: Duration = Duration::from_secs(2);
-/// How many changes `vramctl share` shows.
-const SHOWN: usize = 20;
+/// How many of the last changes whoever asks is told.
+const TOLD: usize = 200;
 
 /// The scheduler.
 pub struct Node {
@@ -592,7 +592,7 @@ impl Node {
         };
         let reasons = change.leaving.iter().flat_map(|leave| leave.programs.iter().map(|_| leave.why)).collect();
         self.changes.push((change.id, Instant::now(), reasons, view));
-        let excess = self.changes.len().saturating_sub(SHOWN);
+        let excess = self.changes.len().saturating_sub(TOLD);
         self.changes.drain(..excess);
         let (sender, id) = (self.sender.clone(), change.id);
         let work = move || {

@@ -278,6 +278,21 @@ fn two_leave_while_one_comes() {
         let spans = slices.map(|event| (event["ts"].as_f64().unwrap(), event["ts"].as_f64().unwrap() + event["dur"].as_f64().unwrap()));
         spans.max_by(|one, other| one.0.total_cmp(&other.0)).unwrap()
     };
+    // Who gave way to whom, and why.
+    let of_change = |engine: &Program, name: &str| {
+        let is_it = |event: &&Value| event["cat"] == "change" && event["name"] == name && event["pid"] == engine.pid();
+        trace["traceEvents"].as_array().unwrap().iter().rfind(is_it).unwrap().clone()
+    };
+    for engine in &engines[..2] {
+        let gave_way = &of_change(engine, "gives way");
+        let args = &gave_way["args"];
+        assert_eq!((&args["to"], &args["outcome"], &args["bytes"]), (&json!("c"), &json!("changed"), &last["bytes"]), "{gave_way:#}");
+        assert!(args["why"].is_string() && gave_way["dur"].as_f64().unwrap() > 0.0, "{gave_way:#}");
+    }
+    assert_eq!(of_change(&engines[2], "comes")["args"]["in place of"], "a, b");
+    let page = machine.folder.path().join("page.html");
+    machine.done(&format!("trace -o {}", page.display()));
+    assert!(fs::read_to_string(page).unwrap().contains("a gives way to c ("));
     let (comes, _) = last_of(&engines[2], "resume");
     for engine in &engines[..2] {
         let (_, gone) = last_of(engine, "pause");

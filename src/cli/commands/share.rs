@@ -93,9 +93,11 @@ impl Execute for Args {
 }
 
 fn print(view: &View) -> Result<(), CommandError> {
+    /// So many of the last changes.
+    const SHOWN: usize = 20;
     output::say(&format!("scheduler: process {}; {}", view.scheduler, view.policy))?;
     view.members.iter().try_for_each(|member| output::say(&member_line(member)))?;
-    view.changes.iter().try_for_each(|change| output::say(&change.to_string()))
+    view.changes[view.changes.len().saturating_sub(SHOWN)..].iter().try_for_each(|change| output::say(&change.to_string()))
 }
 
 fn member_line(member: &MemberView) -> String {

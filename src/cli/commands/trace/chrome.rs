@@ -1,6 +1,7 @@
 //! A recording in Chrome's trace format, which Perfetto opens: a counter for each owner, pauses and resumes as slices, failures as
 //! instants.
 
+use super::changes::Part;
 use super::timeline::{Ending, Stretch};
 use super::{Recorded, Recording};
 use serde_json::{Value, json};
@@ -27,7 +28,11 @@ pub fn write(recording: &Recording, out: &mut impl Write) -> io::Result<()> {
         for thread in threads {
             put(named("thread_name", thread, "pauses and resumes"))?;
         }
-        for event in events(process, begun) {
+        let changes = changes(recording, process, begun);
+        if !changes.is_empty() {
+            put(named("thread_name", OF_CHANGES, "changes of places"))?;
+        }
+        for event in events(process, begun).into_iter().chain(changes) {
             put(event)?;
         }
     }
@@ -69,6 +74,32 @@ fn events(process: &Recorded, begun: u64) -> Vec<Value> {
     }
     all.sort_by_key(|(at, _)| *at);
     all.into_iter().map(|(_, event)| event).collect()
+}
+
+/// No thread of a process has this number.
+const OF_CHANGES: u32 = 0;
+
+/// The changes of places in which a process gave way, or came, since the recording's first moment.
+fn changes(recording: &Recording, process: &Recorded, begun: u64) -> Vec<Value> {
+    let parts = recording.changes.iter().filter_map(|change| change.part(&process.name));
+    let event = |part: Part| {
+        let [from, to] = [part.from, part.to.unwrap_or(u64::MAX)].map(|at| at.saturating_sub(process.epoch).min(process.timeline.to));
+        let outcome = if part.outcome.is_empty() { "under way" } else { part.outcome };
+        let mut arguments = json!({"bytes": part.bytes, "outcome": outcome});
+        let whom = if part.why.is_some() { "to" } else { "in place of" };
+        let others = (!part.others.is_empty()).then(|| part.others.join(", "));
+        for (key, value) in [(whom, others.as_deref()), ("why", part.why), ("failure", part.failure)] {
+            if let Some(value) = value {
+                arguments[key] = json!(value);
+            }
+        }
+        let (ts, dur) = (from.saturating_sub(begun) as f64 / 1e3, to.saturating_sub(from) as f64 / 1e3);
+        let name = part.what;
+        (from >= begun).then(|| {
+            json!({"ph": "X", "ts": ts, "dur": dur, "pid": process.pid, "tid": OF_CHANGES, "name": name, "cat": "change", "args": arguments})
+        })
+    };
+    parts.filter_map(event).collect()
 }
 
 fn arguments_of(process: &Recorded, slice: &Stretch) -> Value {

@@ -1,5 +1,6 @@
 //! `vramctl trace`: a timeline of memory use.
 
+mod changes;
 mod chrome;
 mod follow;
 mod page;
@@ -8,6 +9,7 @@ mod timeline;
 use crate::arguments::{ProcessesOrAll, seconds};
 use crate::execute::Execute;
 use crate::ui::output;
+use changes::ChangeOfPlaces;
 use follow::{Followed, Until};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -119,7 +121,9 @@ impl Args {
         if until == Until::Interrupted {
             output::complain("note", "recording; ^C writes the trace");
         }
-        let recording = Recording::of(&follow::follow(found, chosen, until));
+        let followed = follow::follow(found, chosen, until);
+        let changes = if chosen.iter().any(Process::shares) { changes::last() } else { Vec::new() };
+        let recording = Recording { changes, ..Recording::of(&followed) };
         if recording.processes.is_empty() {
             // Only what this command has made: neither a link nor a device.
             if fs::symlink_metadata(output).is_ok_and(|it| it.is_file() && it.len() == 0) {
@@ -144,6 +148,8 @@ struct Recording {
     processes: Vec<Recorded>,
     /// The model and size of each GPU, by its name here.
     cards: BTreeMap<String, String>,
+    /// Among programs that share their GPUs.
+    changes: Vec<ChangeOfPlaces>,
     /// Why processes are missing.
     silent: Vec<CommandError>,
 }
@@ -220,6 +226,7 @@ impl Recording {
         let (on, off): (Vec<_>, Vec<_>) = followed.iter().partition(|one| one.is_on);
         Self {
             cards: cards.collect(),
+            changes: Vec::new(),
             processes: on.into_iter().map(recorded).collect(),
             silent: off
                 .iter()

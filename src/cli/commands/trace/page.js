@@ -2,7 +2,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 // Distinct also to most who do not see all colours (Okabe and Ito), darker ones first.
 const colours = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c6bb1", "#b5a300", "#5f6f7a", "#a6761d"];
-const shades = { pause: "rgba(163, 18, 27, 0.13)", resume: "rgba(0, 120, 60, 0.13)", trim: "rgba(0, 70, 160, 0.13)" };
+const shades = { pause: "rgba(163, 18, 27, 0.13)", resume: "rgba(0, 120, 60, 0.13)", trim: "rgba(0, 70, 160, 0.13)", change: "rgba(150, 100, 0, 0.08)" };
 const MOST_ROWS = 200;
 
 function size(bytes) {

@@ -1,5 +1,6 @@
 //! Writes a recording as a self-contained HTML page: for each GPU, a chart of each owner's memory.
 
+use super::changes::Part;
 use super::{Recorded, Recording};
 use crate::commands::trace::timeline::{Ending, Stretch};
 use serde::Serialize;
@@ -90,6 +91,7 @@ fn shown(recording: &Recording) -> PageData {
         for slice in process.timeline.slices.iter().filter(|slice| !slice.is_stage) {
             slices.push(Shade { what: text(process, slice), verb: slice.name, from: milliseconds(slice.from), to: milliseconds(slice.to) });
         }
+        slices.extend(changes(recording, process, milliseconds));
         for failed in &process.timeline.failures {
             let (who, bytes) = (process.name_of(failed.owner), Bytes(failed.bytes));
             let what = format!("{process}: {bytes} for {who} failed, error {}", failed.code);
@@ -106,6 +108,24 @@ fn shown(recording: &Recording) -> PageData {
         .collect();
     let missed = recording.processes.iter().map(|process| process.timeline.missed).sum();
     PageData { began_at_ms: recording.unix_from() / 1_000_000, missed, ended: recording.ended(), gpus, slices, failures }
+}
+
+/// The changes of places in which a process gave way.
+fn changes(recording: &Recording, process: &Recorded, milliseconds: impl Fn(u64) -> f64) -> Vec<Shade> {
+    let parts = recording.changes.iter().filter_map(|change| change.part(&process.name));
+    let shade = |part: Part| {
+        let why = part.why?;
+        let [from, to] = [part.from, part.to.unwrap_or(u64::MAX)].map(|at| at.saturating_sub(process.epoch).min(process.timeline.to));
+        let to_whom = if part.others.is_empty() { String::new() } else { format!(" to {}", part.others.join(", ")) };
+        let outcome = match part.outcome {
+            "" => ", under way".to_owned(),
+            "changed" => String::new(),
+            other => format!(", {other}{}", part.failure.map_or_else(String::new, |why| format!(": {why}"))),
+        };
+        let what = format!("{process} gives way{to_whom} ({why}): {} in {:.0} ms{outcome}", Bytes(part.bytes), (to - from) as f64 / 1e6);
+        (from >= recording.from()).then(|| Shade { what, verb: "change", from: milliseconds(from), to: milliseconds(to) })
+    };
+    parts.filter_map(shade).collect()
 }
 
 fn text(process: &Recorded, slice: &Stretch) -> String {
