@@ -318,7 +318,11 @@ signal.pause()
 #[test]
 fn a_program_is_loaded_on_another_machine() {
     let Some(mut images) = Images::new() else { return };
-    let mut engine = images.engine("engine");
+    let [works_in, away] = ["works in", "away"].map(|name| images.machine.folder.path().join(name));
+    fs::create_dir(&works_in).unwrap();
+    let mut engine = images.machine.engine_with("engine", |command| {
+        in_own_session(without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1").current_dir(&works_in)));
+    });
     let answer = engine.ask("generate 1");
     images.save("engine", "image").expect(0, "saved engine", "");
     engine.ended();
@@ -331,6 +335,9 @@ fn a_program_is_loaded_on_another_machine() {
     common::eventually("it has ended", || images.machine.gpus() == [(0, 0)]);
 
     let folder = PathBuf::from(&image);
+    fs::rename(&works_in, &away).unwrap();
+    refuses_to_load(&images, &folder).expect(1, "", &format!("not here: {}; make them", works_in.display()));
+    fs::rename(&away, &works_in).unwrap();
     images.machine.becomes(1, 5, 1);
     let refused = refuses_to_load(&images, &folder).expect(
         1,

@@ -44,6 +44,9 @@ pub struct Details {
     pub cuda: String,
     /// Whether it has TCP connections to itself.
     pub has_connections: bool,
+    /// The folders that it has open or works in.
+    #[serde(default)]
+    pub folders: Vec<PathBuf>,
     /// Its locks on files that it goes on with.
     #[serde(default)]
     pub locks: Vec<Lock>,

@@ -506,6 +506,10 @@ fn in_surroundings(manifest: &Manifest, details: &Details) -> Vec<CommandError> 
     if !taken.is_empty() {
         found.push(format!("it has a lock on each of these files, which are locked: {}; end whoever has them", taken.join(", ")));
     }
+    let missing = surroundings::missing(&details.folders);
+    if !missing.is_empty() {
+        found.push(format!("folders that it has open or works in are not here: {}; make them", missing.join(", ")));
+    }
     let changes = surroundings::changes(&manifest.files);
     if !changes.is_empty() {
         let more =

@@ -29,6 +29,8 @@ pub struct Look {
     pub listeners: BTreeSet<(u32, SocketAddr)>,
     /// The files that it goes on with.
     pub files: Vec<OpenFile>,
+    /// The folders that it has open or works in.
+    pub folders: BTreeSet<PathBuf>,
     /// The locks on them.
     pub locks: Vec<Lock>,
     /// The descriptors that are replaced, each with its process.
@@ -85,6 +87,11 @@ struct Open {
 }
 
 impl Open {
+    /// Whether it is a folder that has its name still.
+    fn is_folder(&self) -> bool {
+        self.metadata.as_ref().is_some_and(|metadata| metadata.is_dir() && metadata.nlink() > 0)
+    }
+
     /// What becomes of it, if it is a plain file.
     fn policy(&self) -> FilePolicy {
         match (self.access, self.appends) {
@@ -113,6 +120,9 @@ pub fn look(pids: &[u32], with_driver: bool) -> io::Result<Look> {
         let own: Vec<_> = files.iter().filter(|file| !stream_of(file).is_some_and(|stream| replaced.contains(&stream.name))).collect();
         let plain = own.iter().filter_map(|file| Some((PathBuf::from(&file.text), file.metadata.clone()?, file.policy())));
         look.files.extend(unless_ended(*pid, surroundings::files(*pid, plain))?);
+        look.folders.extend(own.iter().filter(|file| file.is_folder()).map(|file| PathBuf::from(&file.text)));
+        look.folders
+            .extend(fs::read_link(format!("/proc/{pid}/cwd")).ok().filter(|path| !path.as_os_str().as_bytes().ends_with(b" (deleted)")));
         look.replaced
             .extend(files.iter().map(|file| (*pid, file.number)).filter(|(_, number)| own.iter().all(|file| file.number != *number)));
         for file in own {

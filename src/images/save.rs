@@ -650,6 +650,7 @@ impl Run<'_> {
             machine,
             cuda: driver::cuda_version().map(|version| version.to_string()).unwrap_or_default(),
             has_connections: look.has_connections,
+            folders: look.folders.iter().filter(|folder| !folder.starts_with(self.save.directory.path())).cloned().collect(),
             locks: look.locks.iter().filter(|lock| !lock.path.starts_with(self.save.directory.path())).cloned().collect(),
         }
         .put(&mut manifest);

@@ -147,6 +147,14 @@ fn modified(metadata: &fs::Metadata) -> i64 {
     metadata.mtime() * 1_000_000_000 + metadata.mtime_nsec()
 }
 
+/// Those of these folders that are not here.
+pub fn missing(folders: &[PathBuf]) -> Vec<String> {
+    // These are each process's own.
+    let is_elsewhere = |path: &Path| ["/dev", "/proc", "/sys"].iter().any(|folder| path.starts_with(folder));
+    let missing = folders.iter().filter(|folder| !is_elsewhere(folder) && !folder.is_dir());
+    missing.map(|folder| folder.display().to_string()).collect()
+}
+
 /// What has changed of these files since.
 pub fn changes(files: &[OpenFile]) -> Vec<String> {
     let change = |file: &OpenFile| {
