@@ -806,6 +806,35 @@ fn save_server(images: &Images) -> (u64, u64) {
     (port, memory)
 }
 
+/// With `SO_REUSEPORT`, two programs could listen at one port, and each would get some of the requests: one is loaded there, whenever the other begins.
+#[test]
+fn a_port_that_could_be_shared_is_one_programs_alone() {
+    let Some(images) = Images::on(machine) else { return };
+    let (mut program, _) = start_five(&images);
+    let listen = "keep('server', socket.create_server(('127.0.0.1', 0), reuse_port=True)) and kept['server'].getsockname()[1]";
+    let port = program.number(listen);
+    says(&mut program, "serve(kept['server'])", "None");
+    images.vramctl(&format!("save server {} --keep", images.image("image"))).expect(0, "5 processes", "");
+    let load = |name: &str| images.cli(&format!("load {} --name {name}", images.image("image")));
+    let listens = format!("the program listens at 127.0.0.1:{port}");
+    Ran::of(&mut load("beside")).expect(1, "", &listens);
+    program.signal(libc::SIGTERM);
+    program.ended();
+    common::eventually("all have ended", || images.processes().is_empty());
+
+    let mut first = load("first");
+    let (held, first) = images.holding("restore-before", &mut first);
+    let mut first = first.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    held.is_reached();
+    Ran::of(&mut load("second")).expect(5, "", &format!("loads a program that listens at port {port}, too. Nothing was started"));
+    held.go();
+    common::eventually("it is loaded", || images.vramctl("status first").code == Some(0));
+    common::eventually("it listens", || Ran::of(&mut load("third")).err.contains(&listens));
+    assert_eq!(unsafe { libc::kill(first.id() as i32, libc::SIGTERM) }, 0);
+    first.wait().unwrap();
+    images.nothing_is_left("servers at one port");
+}
+
 /// The machine's own addresses, by which it would send to others.
 fn own_addresses() -> Vec<std::net::IpAddr> {
     let address = |any: &str, other: &str| {

@@ -206,19 +206,34 @@ impl Load {
         short.chain(names_taken).chain(self.listeners_taken()).chain(taken).collect()
     }
 
-    /// Addresses at which the program would listen in this network, and where others do.
+    /// The addresses at which the program will listen in this network.
+    fn listeners(&self) -> BTreeSet<SocketAddr> {
+        let all = self.image.manifest().listeners.iter().filter(|_| self.ports.is_none());
+        all.filter_map(|one| one.address.parse().ok()).collect()
+    }
+
+    /// Keeps other loads from these ports until the program listens there.
+    fn lock_ports(&self) -> Result<Vec<FileLock>, CommandError> {
+        let ports: BTreeSet<_> = self.listeners().iter().map(SocketAddr::port).collect();
+        let lock = |port: u16| match FileLock::take(&format!("load-port-{port}.lock"), Duration::ZERO) {
+            Ok(lock) => Ok(lock),
+            Err(others) => {
+                let why = format!("{} loads a program that listens at port {port}, too. Nothing was started", others.who());
+                Err(CommandError::new(Exit::Busy, why))
+            }
+        };
+        ports.into_iter().filter_map(|port| lock(port).transpose()).collect()
+    }
+
+    /// Those where others listen.
     fn listeners_taken(&self) -> Vec<CommandError> {
-        if self.ports.is_some() {
-            return Vec::new();
-        }
-        let all: BTreeSet<_> = self.image.manifest().listeners.iter().filter_map(|one| one.address.parse::<SocketAddr>().ok()).collect();
         let taken = |address: SocketAddr| {
             let error = TcpListener::bind(address).err()?;
             let port = address.port();
             let way = format!("end who listens there, or give it a network of its own (--port {port}=NEW)");
             Some(CommandError::new(Exit::Failed, format!("the program listens at {address}: {error}; {way}. Nothing was started")))
         };
-        all.into_iter().filter_map(taken).collect()
+        self.listeners().into_iter().filter_map(taken).collect()
     }
 
     fn contents_bytes(&self) -> u64 {
@@ -260,6 +275,8 @@ impl Load {
         let lock = FileLock::take(&format!("load-{}.lock", self.name.replace('/', "_")), Duration::ZERO).map_err(|others| {
             CommandError::new(Exit::Busy, format!("{} loads a program of the name {}. Nothing was started", others.who(), self.name))
         })?;
+        // With SO_REUSEPORT, both would listen, and each would get some of the requests.
+        let ports = self.lock_ports()?;
         if let Some(taken) = name_taken(&self.name).into_iter().chain(self.listeners_taken()).next() {
             return Err(taken);
         }
@@ -267,6 +284,7 @@ impl Load {
         let interruptible = Interruptible::begin().map_err(refused("watch", Path::new("signals")))?;
         let mut text = Vec::new();
         let _ = report.read_to_end(&mut text);
+        drop(ports);
         stages.push(("restore", begun.elapsed()));
         let begun = Instant::now();
         let brought = self.bring_back(&text, &first, reporter);
