@@ -32,6 +32,8 @@ class Engines(unittest.TestCase):
     #: However busy the machine is.
     OPTIONS = ("--wait", "600")
     NAMES = ("one", "two", "three")
+    #: Of each engine.
+    WORKERS = 1
 
     @classmethod
     def setUpClass(cls):
@@ -44,11 +46,14 @@ class Engines(unittest.TestCase):
         cls.ports = support.free_ports(len(cls.NAMES))
         for name, port in zip(cls.NAMES, cls.ports):
             command = [sys.executable, "-m", "vramctl", "run", "--share", *cls.OPTIONS, "--name", name, "--"]
-            engine = [sys.executable, server.__file__, name, str(port), str(WEIGHTS), str(CACHE)]
+            engine = [sys.executable, server.__file__, name, str(port), str(WEIGHTS), str(CACHE), str(cls.WORKERS)]
             environment = {**cls.environment, **({"VRAMCTL_HOST_CAP": cls.HOST_CAP} if cls.HOST_CAP else {})}
             process = subprocess.Popen([*command, *engine], env=environment)
             cls.addClassCleanup(process.wait)
             cls.addClassCleanup(process.kill)
+            if cls.WORKERS > 1:
+                # Jobs of several processes that begin at the same moment on one GPU may each have half of what they need.
+                support.eventually("it serves", lambda port=port: cls.serves(port))
         for port in cls.ports:
             support.eventually("it serves", lambda port=port: cls.serves(port))
 
@@ -188,6 +193,44 @@ class Busy(Engines):
         self.assertTrue(was_in_the_middle, "it has never been in the middle")
         for which in (0, 1):
             self.check(which)
+
+
+class Parallel(Engines):
+    """Two engines of two workers each, whose loops are in processes without a GPU. One fits."""
+
+    GPU = 220
+    NAMES = ("one", "two")
+    WORKERS = 2
+
+    def test_all_workers_give_up_the_cache(self):
+        for turn in range(3):
+            for which in (0, 1):
+                with self.subTest(turn=turn, which=which):
+                    hits = self.counts(which)["hits"]
+                    self.check(which)
+                    self.assertEqual(self.counts(which)["hits"], hits, "its cache was reset when it left")
+                    self.check(which)
+                    self.assertEqual(self.counts(which)["hits"], hits + 1, "and serves as long as it is there")
+        found = [one for one in self.vramctl("status")["processes"] if one["name"] == self.NAMES[0]]
+        discarded = [one["totals"]["pause"]["discarded_bytes"] for one in found if "pause" in one["totals"]]
+        self.assertEqual(len([bytes for bytes in discarded if bytes >= 2 * CACHE * support.MIB]), 2, discarded)
+
+    def test_a_loop_that_does_not_answer_keeps_the_cache_of_all(self):
+        self.check(0)
+        hits = self.counts(0)["hits"]
+        with self.request(0, "/stall", {}):
+            pass
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            asked = threads.submit(self.check, 1)
+            support.eventually("somebody waits", lambda: any(one.get("waits_ms") for one in self.view()["members"]))
+            with self.request(0, "/v1/completions", {"prompt": "Hello", "max_tokens": 3}) as answer:
+                with self.request(0, "/go-on", {}):
+                    pass
+                self.assertEqual(
+                    [int(token) for token in answer.read().split()], server.tokens(self.NAMES[0], WEIGHTS, "Hello", 3)
+                )
+            asked.result()
+        self.assertIn(self.counts(0)["hits"], (hits, hits + 1))
 
 
 class Keeping(Engines):

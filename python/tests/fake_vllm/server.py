@@ -1,4 +1,4 @@
-"""`python server.py NAME PORT WEIGHTS CACHE`: serves the stand-in's engine, with weights and a KV cache of so many MiB."""
+"""`python server.py NAME PORT WEIGHTS CACHE [WORKERS]`: serves the stand-in's engine, each worker with weights and a KV cache of so many MiB."""
 
 import http.server
 import json
@@ -28,8 +28,8 @@ def tokens(name: str, mib: int, prompt: str, count: int) -> "list[int]":
 
 
 def main() -> None:
-    name, port, size, cache = sys.argv[1], *map(int, sys.argv[2:])
-    engine = EngineCoreProc(weights(name, size), cache * MIB)
+    name, port, size, cache, *workers = sys.argv[1], *map(int, sys.argv[2:])
+    engine = EngineCoreProc(weights(name, size), cache * MIB, *workers)
     goes_on = threading.Event()
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -3,13 +3,22 @@
 Only for programs that share their GPUs or are to be saved (`vramctl run --share`, `--image`), unless they keep their caches (`--keep-cache`). A daemon thread waits in the
 library, and passes each request on to the engine's own loop, which alone may reset the cache, and answers. The library keeps the contents if
 the loop does not answer, or if any call has started device work since the reset.
+
+An engine with several workers has its loop in a process without a GPU (`Workers`), and its KV cache in the workers' processes, each of which asks
+the loop over a socket (`ask_loop_of`). What a worker's library sees is enough for that worker: a block that is described after the reset is written
+by its calls after the reset.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
+import queue
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -20,14 +29,18 @@ from . import say_once
 #: As long as the library waits for an answer.
 _WITHIN_S = 0.2
 
+#: In place of a request's number, for a worker that has not asked.
+_UNASKED = "0"
+
 _is_served = False
 _is_idle = False
 
 
 def _start_anew() -> None:
     """In a forked child, which does not have the thread."""
-    global _is_served, _is_idle
+    global _is_served, _is_idle, _workers
     _is_served = _is_idle = False
+    _workers = None
 
 
 os.register_at_fork(after_in_child=_start_anew)
@@ -69,8 +82,8 @@ def serve(pass_on: Callable[[Request], object]) -> None:
     global _is_served
     library = _library.find()
     if library is not None and not _is_served:
-        threading.Thread(target=_work, args=(library, pass_on), name="vramctl-prefix-cache", daemon=True).start()
         _is_served = True
+        _start(lambda: _work(library, pass_on))
 
 
 def set_idle(is_idle: bool) -> None:
@@ -82,12 +95,186 @@ def set_idle(is_idle: bool) -> None:
 
 
 def _work(library: _library.Library, pass_on: Callable[[Request], object]) -> None:
-    # The program's signals are for the program's threads.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     number = ctypes.c_uint64()
-    try:
+    while True:
+        library.call("prefix_cache_wait", ctypes.byref(number))
+        pass_on(Request(library, number.value))
+
+
+# ---- an engine with several workers ----
+
+
+def _address(pid: int) -> str:
+    """Of the socket of an engine's loop: an abstract one, which ends with its process."""
+    return f"\0vramctl-prefix-cache-{pid}"
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, _ = struct.unpack("3i", found)
+    return pid, user
+
+
+class Workers:
+    """For an engine's loop: the workers in whose processes its KV cache is. They send `ask N` and `done N`, and get `reset N` or `kept N`, and
+    `idle` or `busy`."""
+
+    def __init__(self, pass_on: Callable[[Workers], object]) -> None:
+        self._pass_on = pass_on
+        #: What workers have sent, and when: `end` if one has ended.
+        self._told: queue.SimpleQueue[tuple[float, socket.socket, str, str]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._connections: list[socket.socket] = []
+        self._is_idle = False
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(_address(os.getpid()))
+        self._listener.listen()
+        _start(self._accept)
+
+    def set_idle(self, is_idle: bool) -> None:
+        """On the engine's loop: whether it has no requests now."""
+        with self._lock:
+            if is_idle != self._is_idle:
+                self._is_idle = is_idle
+                for connection in self._connections:
+                    _send(connection, self._standing())
+
+    def answer(self, reset: Callable[[], object]) -> None:
+        """On the engine's loop: resets the prefix cache if a worker has asked for it and that can still be of use. Then waits until each
+        worker that has asked is held, or has waited for that, at most 0.2 s: meanwhile nothing is sent to any worker that could come between its reset and what
+        its library sees from then on."""
+        asked: dict[socket.socket, str] = {}
+        with contextlib.suppress(queue.Empty):
+            while True:
+                when, connection, word, number = self._told.get_nowait()
+                if word == "ask" and time.monotonic() < when + _WITHIN_S:
+                    asked[connection] = number
+        if not asked:
+            return
+        is_reset = False
+        try:
+            is_reset = bool(reset())
+        finally:
+            # The others' caches are worth nothing either: of a job that is held, they may be the next to go, and cannot be asked any more.
+            told = {**dict.fromkeys(self._there(), _UNASKED), **asked} if is_reset else asked
+            for connection, number in told.items():
+                _send(connection, f"{'reset' if is_reset else 'kept'} {number}")
+        until, parked = time.monotonic() + _WITHIN_S, set(told) if is_reset else set()
+        while parked:
+            when, connection, word, number = self._told.get()
+            if word != "ask":
+                parked.discard(connection)
+            elif when < until:
+                parked.add(connection)
+                _send(connection, f"reset {number}")
+            else:
+                _send(connection, f"kept {number}")
+
+    def _there(self) -> list[socket.socket]:
+        with self._lock:
+            return list(self._connections)
+
+    def _standing(self) -> str:
+        return "idle" if self._is_idle else "busy"
+
+    def _accept(self) -> None:
         while True:
-            library.call("prefix_cache_wait", ctypes.byref(number))
-            pass_on(Request(library, number.value))
-    except Exception:
-        say_once("an idle engine's KV cache is kept from now on, because of an error", exc_info=True)
+            connection, _ = self._listener.accept()
+            if _peer(connection)[1] != os.getuid():
+                connection.close()
+                continue
+            with self._lock:
+                self._connections.append(connection)
+                _send(connection, self._standing())
+            _start(functools.partial(self._hear, connection))
+
+    def _hear(self, connection: socket.socket) -> None:
+        try:
+            for line in connection.makefile("r"):
+                word, number = line.split()
+                self._told.put((time.monotonic(), connection, word, number))
+                if word == "ask":
+                    self._pass_on(self)
+        finally:
+            with self._lock:
+                self._connections.remove(connection)
+            self._told.put((time.monotonic(), connection, "end", ""))
+
+
+_workers: Workers | None = None
+
+
+def workers(pass_on: Callable[[Workers], object]) -> Workers:
+    """On the engine's loop: its workers, which have requests passed on to it, from any thread."""
+    global _workers
+    if _workers is None:
+        _workers = Workers(pass_on)
+    return _workers
+
+
+def ask_loop_of(pid: int) -> None:
+    """In a worker: has the loop in another process asked. Idempotent."""
+    global _is_served
+    library = _library.find()
+    if library is not None and not _is_served:
+        _is_served = True
+        _start(lambda: _listen_to(library, pid))
+
+
+def _listen_to(library: _library.Library, pid: int) -> None:
+    connection = _connect(pid)
+    if connection is None:
+        return
+    try:
+        _start(lambda: _ask(library, connection))
+        for line in connection.makefile("r"):
+            word, *number = line.split()
+            if number:
+                library.call("prefix_cache_answer", int(number[0]), int(word == "reset"))
+                _send(connection, f"done {number[0]}")
+            else:
+                library.call("prefix_cache_idle", int(word == "idle"))
+    finally:
+        connection.close()
+        library.call("prefix_cache_idle", 0)
+
+
+def _connect(pid: int) -> socket.socket | None:
+    """Connects to an engine's loop, which listens once its workers are ready. None if it never does."""
+    for _ in range(3600):
+        connection = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(OSError):
+            connection.connect(_address(pid))
+            if _peer(connection) == (pid, os.getuid()):
+                return connection
+        connection.close()
+        if os.getppid() != pid:
+            break
+        time.sleep(1)
+    return None
+
+
+def _ask(library: _library.Library, connection: socket.socket) -> None:
+    number = ctypes.c_uint64()
+    while True:
+        library.call("prefix_cache_wait", ctypes.byref(number))
+        _send(connection, f"ask {number.value}")
+
+
+def _send(connection: socket.socket, line: str) -> None:
+    """Whoever does not take it has ended, or is about to be noticed to have."""
+    with contextlib.suppress(OSError):
+        connection.sendall(line.encode() + b"\n")
+
+
+def _start(work: Callable[[], object]) -> None:
+    def guarded() -> None:
+        # The program's signals are for the program's threads.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            work()
+        except Exception:
+            say_once("an idle engine's KV cache is kept from now on, because of an error", exc_info=True)
+
+    threading.Thread(target=guarded, name="vramctl-prefix-cache", daemon=True).start()

@@ -6,8 +6,9 @@ import contextlib
 import gc
 import importlib
 import logging
+import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import vramctl
@@ -147,6 +148,11 @@ def _prepare(worker: Any) -> None:
         engines.tag_graphs("cuda_graph")
     elif getattr(model, "sleep_mode_backend", None) == _OURS:
         _add_graphs(config)
+    if prefix_cache.is_wanted() and _workers_of(config) > 1:
+        # The loop's, if vLLM has started the worker itself, and not Ray.
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid is not None:
+            prefix_cache.ask_loop_of(parent.pid)
     if not _own_mode and getattr(getattr(config, "load_config", None), "load_format", None) == "ipc_cache":
         engines.say_once(
             "the weights are in a process of their own (load format ipc_cache), so the tag `weights` has next to nothing of this engine"
@@ -200,22 +206,41 @@ def _connector_has_pool() -> bool:
 # ---- programs that share a GPU, or are to be saved ----
 
 
+def _workers_of(config: Any) -> int:
+    return getattr(config.parallel_config, "world_size", 1)
+
+
 @engines.around(LOOP)
 def _process_input_queue(original: engines.Function, engine: Any) -> Any:
     """vLLM calls this before each step. It returns when there is something to do."""
-    # With several workers, the KV cache is in other processes than this loop.
-    if _has_worker and engine.vllm_config.parallel_config.world_size == 1:
-        prefix_cache.serve(lambda request: engine.input_queue.put_nowait((request, None)))
-        prefix_cache.set_idle(not engine.has_work())
+    set_idle = _served(engine)
+    if set_idle is None:
+        return original(engine)
+    set_idle(not engine.has_work())
     try:
         return original(engine)
     finally:
-        prefix_cache.set_idle(False)
+        set_idle(False)
+
+
+def _served(engine: Any) -> Callable[[bool], None] | None:
+    """Has requests to reset the prefix cache passed on to the loop. Returns what tells whether it is idle; None if the KV cache is out of reach."""
+
+    def pass_on(request: Any) -> None:
+        engine.input_queue.put_nowait((request, None))
+
+    several = _workers_of(engine.vllm_config) > 1
+    if several and not _has_worker:
+        return prefix_cache.workers(pass_on).set_idle
+    if _has_worker and not several:
+        prefix_cache.serve(pass_on)
+        return prefix_cache.set_idle
+    return None
 
 
 @engines.around(INPUT)
 def _handle_client_request(original: engines.Function, engine: Any, kind: Any, request: Any) -> Any:
-    if isinstance(kind, prefix_cache.Request):
+    if isinstance(kind, (prefix_cache.Request, prefix_cache.Workers)):
         return kind.answer(lambda: not engine.has_work() and engine.reset_prefix_cache())
     return original(engine, kind, request)
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import enum
+import multiprocessing
 import queue
 import threading
 import time
@@ -8,7 +10,6 @@ import types
 import zlib
 from typing import Any
 
-from torch.cuda.memory import runtime
 from vllm.v1.worker.gpu_worker import Worker
 
 BLOCK = 2 << 20
@@ -72,24 +73,60 @@ class Scheduler:
         return True
 
 
+def serve(config: Any, weights: bytes, cache: int, calls: Any) -> None:
+    """A worker in a process of its own."""
+    worker = Worker(config)
+    worker.load_model(weights)
+    worker.initialize_cache(cache)
+    # It ends with the engine.
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        calls.send(None)
+        while True:
+            method, arguments = calls.recv()
+            calls.send(getattr(worker, method)(*arguments))
+
+
+class Executor:
+    """Has all workers do the same, and expects the same of all. One is in this process; several have one each, as in vLLM."""
+
+    def __init__(self, config: Any, weights: bytes, cache: int) -> None:
+        self.pipes: list[Any] = []
+        if config.parallel_config.world_size == 1:
+            self.worker = Worker(config)
+            self.worker.load_model(weights)
+            self.worker.initialize_cache(cache)
+            return
+        spawn = multiprocessing.get_context("spawn")
+        for _ in range(config.parallel_config.world_size):
+            ours, theirs = spawn.Pipe()
+            spawn.Process(target=serve, args=(config, weights, cache, theirs), daemon=True).start()
+            self.pipes.append(ours)
+        for pipe in self.pipes:
+            pipe.recv()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        if not self.pipes:
+            return getattr(self.worker, method)(*arguments)
+        for pipe in self.pipes:
+            pipe.send((method, arguments))
+        first, *others = [pipe.recv() for pipe in self.pipes]
+        assert all(other == first for other in others), (method, first, others)
+        return first
+
+
 class EngineCore:
-    def __init__(self, weights: bytes, cache: int) -> None:
-        parallel = types.SimpleNamespace(world_size=1, tensor_parallel_size=1)
+    def __init__(self, weights: bytes, cache: int, workers: int = 1) -> None:
+        parallel = types.SimpleNamespace(world_size=workers, tensor_parallel_size=workers)
         model = types.SimpleNamespace(enable_sleep_mode=False, enable_cumem_allocator=False)
         self.vllm_config = types.SimpleNamespace(model_config=model, parallel_config=parallel)
-        self.worker = Worker(self.vllm_config)
-        self.worker.load_model(weights)
-        self.worker.initialize_cache(cache)
+        self.executor = Executor(self.vllm_config, weights, cache)
         self.scheduler = Scheduler(cache // BLOCK)
-
-    def address(self, block: int) -> int:
-        return self.worker.cache.data_ptr() + block * BLOCK
 
     def add_request(self, request: Request, request_wave: int = 0) -> None:
         self.scheduler.waiting.append(request)
 
     def step(self) -> None:
-        scheduler, cuda = self.scheduler, runtime()
+        scheduler, call = self.scheduler, self.executor.call
         while scheduler.waiting:
             scheduler.running.append(scheduler.waiting.pop(0))
         for request in list(scheduler.running):
@@ -101,12 +138,12 @@ class EngineCore:
                     request.blocks.append(hit)
                 else:
                     request.blocks.append(scheduler.take())
-                    cuda.write(self.address(request.blocks[0]), first(self.worker.weights.tobytes(), request.prompt))
+                    call("prefill", request.blocks[0] * BLOCK, first(call("contents"), request.prompt))
                 scheduler.cached[request.prompt] = request.blocks[0]
                 request.blocks.append(scheduler.take())
-                cuda.write(self.address(request.blocks[1]), cuda.read(self.address(request.blocks[0]), 4))
-            token = after(cuda.read(self.address(request.blocks[1]), 4))
-            cuda.write(self.address(request.blocks[1]), token)
+                call("copy", request.blocks[1] * BLOCK, request.blocks[0] * BLOCK)
+            token = after(call("read", request.blocks[1] * BLOCK))
+            call("prefill", request.blocks[1] * BLOCK, token)
             request.outputs.put(int.from_bytes(token, "little"))
             request.made += 1
             if request.made == request.max_tokens:
@@ -119,8 +156,8 @@ class EngineCore:
 
 
 class EngineCoreProc(EngineCore):
-    def __init__(self, weights: bytes, cache: int) -> None:
-        super().__init__(weights, cache)
+    def __init__(self, weights: bytes, cache: int, workers: int = 1) -> None:
+        super().__init__(weights, cache, workers)
         self.input_queue = queue.Queue[tuple[EngineCoreRequestType, Any]]()
         self.engines_running = False
         self.batch_queue = None

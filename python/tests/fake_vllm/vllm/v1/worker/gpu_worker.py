@@ -4,6 +4,7 @@ import contextlib
 from typing import Any
 
 import torch
+from torch.cuda.memory import runtime
 from vllm.v1.worker.utils import allocate_kv_cache
 
 # Nothing is captured.
@@ -25,3 +26,15 @@ class Worker:
     def initialize_cache(self, size: int) -> None:
         with self._maybe_get_memory_pool_context(tag="kv_cache"):
             self.cache = allocate_kv_cache(size, "cuda", None)
+
+    def prefill(self, offset: int, state: bytes) -> None:
+        runtime().write(self.cache.data_ptr() + offset, state)
+
+    def copy(self, into: int, offset: int) -> None:
+        self.prefill(into, self.read(offset))
+
+    def read(self, offset: int) -> bytes:
+        return runtime().read(self.cache.data_ptr() + offset, 4)
+
+    def contents(self) -> bytes:
+        return self.weights.tobytes()
