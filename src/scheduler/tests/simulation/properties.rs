@@ -641,7 +641,7 @@ fn is_parallel(world: &World, programs: &[ProgramId]) -> bool {
 
 fn is_blocked(world: &World, programs: &[ProgramId]) -> bool {
     let asks = |one: &Process| one.asks.values().any(RealAsk::waits);
-    is_parallel(world, programs) && told(world, programs).all(|one| !one.held) && told(world, programs).any(asks)
+    is_parallel(world, programs) && told(world, programs).all(|one| !one.held && !one.paused_seen) && told(world, programs).any(asks)
 }
 
 fn turn_left(world: &World, programs: &[ProgramId]) -> Duration {
