@@ -217,6 +217,101 @@ while True:
     images.nothing_is_left("programs in the background");
 }
 
+/// A program writes a file by two names at its position, and another by a mapping. Each loaded program goes on with what they had at the save, in a copy of
+/// its own.
+#[test]
+fn each_loaded_program_has_its_own_copy_of_what_it_writes() {
+    const PROGRAM: &str = r#"
+import ctypes, fcntl, mmap, os, sys
+cuda, pointer = ctypes.CDLL("libcudart.so.13"), ctypes.c_void_p()
+assert cuda.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(4 << 20)) == 0
+state, alias, mapped = (open(name, "r+b", buffering=0) for name in os.environ["WRITTEN"].split())
+fcntl.flock(state, fcntl.LOCK_EX)
+memory = mmap.mmap(mapped.fileno(), 0)
+def contents(name):
+    with open(name, "rb") as file:
+        return file.read()[:40]
+def seen():
+    # Once it is back.
+    assert cuda.cudaMemset(pointer, 1, ctypes.c_size_t(4096)) == 0
+    return contents(state.name), contents(alias.name), contents(mapped.name)[:4], state.tell(), oct(os.fstat(state.fileno()).st_mode)
+def write(text):
+    memory[:4] = text[:4]
+    return state.write(text)
+print("ready", flush=True)
+for line in sys.stdin:
+    print(eval(line), flush=True)
+"#;
+    let Some(images) = Images::new() else { return };
+    let folder = images.machine.folder.path();
+    let [state, alias, mapped] = ["state", "alias of it", "mapped"].map(|name| folder.join(name.replace(' ', "-")));
+    fs::write(&state, "").unwrap();
+    fs::set_permissions(&state, fs::Permissions::from_mode(0o640)).unwrap();
+    fs::hard_link(&state, &alias).unwrap();
+    fs::write(&mapped, [b'.'; 4096]).unwrap();
+    let written = [&state, &alias, &mapped].map(|path| path.display().to_string()).join(" ");
+    let mut command = images.cli("run --name writer --no-python -- python3 -c");
+    command.arg(PROGRAM).env("WRITTEN", written).env("SIMGPU_RESTORE_THREAD", "1");
+    let mut program = Program::ready(in_own_session(&mut command));
+    let sees = |program: &mut Program, text: &str| {
+        let tail = &text[text.len() - 4..];
+        let wanted = format!("(b'{text}', b'{text}', b'{tail}', {}, '0o100640')", text.len());
+        assert_eq!(program.ask("seen()"), wanted);
+    };
+    let writes = |program: &mut Program, text: &str| assert_eq!(program.ask(&format!("write(b'{text}')")), text.len().to_string());
+    writes(&mut program, "save");
+    sees(&mut program, "save");
+    let run = |words: &str| images.vramctl(&format!("images {} {words}", folder.join("images").display()));
+    for (image, how) in [("without", ""), ("image", " --copy-files --verify")] {
+        images.vramctl(&format!("save writer {} --keep{how}", images.image(image))).expect(0, "saved", "");
+    }
+    writes(&mut program, "kept");
+    sees(&mut program, "savekept");
+    refuses_to_be_loaded(&images, "without", "state (8 bytes instead of 4)");
+
+    // The program that was kept has its file locked. Nobody has the copies.
+    let [mut one, mut two] = ["one", "two"].map(|name| images.load("image", name));
+    writes(&mut one, "of-1");
+    writes(&mut two, "of-2");
+    writes(&mut program, "more");
+    sees(&mut one, "saveof-1");
+    sees(&mut two, "saveof-2");
+    sees(&mut program, "savekeptmore");
+    assert_eq!(one.ask("os.path.exists('/dev/shm/.vramctl')"), "False");
+
+    // A save of one that has copies has them, whether it is asked for or not. The file itself may be another, but there must be one.
+    images.save("one", "again").expect(0, "saved one", "");
+    one.ended();
+    two.end();
+    program.end();
+    fs::remove_file(&state).unwrap();
+    refuses_to_be_loaded(&images, "again", "an empty file");
+    fs::write(&state, "").unwrap();
+    let mut again = images.load("again", "again");
+    sees(&mut again, "saveof-1");
+    writes(&mut again, "last");
+    again.end();
+    assert_eq!((fs::read(&state).unwrap(), fs::read(&alias).unwrap()), (vec![], b"savekeptmore".to_vec()));
+
+    // They are carried with the image, and are as safe as all that is in it.
+    let other = folder.join("other");
+    run(&format!("export again {}", other.display())).expect(0, "exported again", "");
+    run("rm again").expect(0, "removed again", "");
+    run("verify image").expect(0, "image is whole", "");
+    let copy = Path::new(&images.image("image")).join("files/own-0");
+    fs::write(&copy, "xxxx").unwrap();
+    refuses_to_be_loaded(&images, "image", "damaged");
+    let mut carried = Program::spawn(&mut images.cli(&format!("load {}/again --name carried", other.display())));
+    sees(&mut carried, "saveof-1");
+    carried.end();
+    images.nothing_is_left("own copies");
+}
+
+#[track_caller]
+fn refuses_to_be_loaded(images: &Images, image: &str, words: &str) {
+    images.vramctl(&format!("load {} --dry-run", images.image(image))).expect(1, "", words);
+}
+
 /// An image of a program on one GPU of two goes on on the other, and from there on it is at home there.
 #[test]
 fn a_program_is_loaded_on_the_gpu_that_is_named() {

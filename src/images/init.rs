@@ -2,13 +2,13 @@
 
 use crate::criu::{Criu, errors_in, inherit};
 use crate::details::{Details, failed, refused};
-use crate::namespace;
+use crate::namespace::{self, mount};
+use crate::own_files;
 use crate::patch;
 use crate::relay;
 use crate::shared;
 use crate::tree::Kind;
 use serde::{Deserialize, Serialize};
-use std::ffi::CString;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -186,7 +186,9 @@ fn restore(task: &Task) -> Result<(Restored, Vec<Marked>), CommandError> {
     let criu = Criu::find()?;
     mount_own().map_err(|error| CommandError::new(Exit::Failed, format!("cannot mount /proc and /dev/shm: {error}")))?;
     open_null_anew().map_err(refused("open", Path::new("/dev/null")))?;
-    shared::put_back(&image.files_path(), &manifest.remaps)?;
+    let (in_shared, elsewhere): (Vec<_>, Vec<_>) = manifest.remaps.iter().partition(|remap| shared::is_here(Path::new(&remap.to)));
+    shared::put_back(&image.files_path(), &in_shared)?;
+    own_files::put_back(&image.files_path(), &elsewhere, Path::new("/dev/shm/.vramctl"))?;
     let of_library = manifest.processes.iter().filter(|process| process.kind == Kind::Library.to_string());
     let marked = of_library.map(|process| tell_library(name_of(process, &task.name, manifest), process.pid, &details));
     let marked = marked.collect::<Result<Vec<_>, _>>()?;
@@ -311,17 +313,9 @@ pub(crate) fn streams(manifest: &Manifest) -> Vec<(i32, &str)> {
 
 /// `/proc` of the PID namespace, and a `/dev/shm` of the program's own.
 fn mount_own() -> io::Result<()> {
-    let mount = |kind: Option<&CString>, place: &str, flags: libc::c_ulong| {
-        let place = CString::new(place)?;
-        let kind_or_null = kind.map_or(ptr::null(), |kind| kind.as_ptr());
-        // SAFETY: NUL-terminated names, or null where the kernel ignores them.
-        let mounted = unsafe { libc::mount(kind_or_null, place.as_ptr(), kind_or_null, flags, ptr::null()) };
-        if mounted == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-    };
-    let [proc, tmpfs] = ["proc", "tmpfs"].map(CString::new);
-    mount(None, "/", libc::MS_REC | libc::MS_PRIVATE)?;
-    mount(Some(&proc?), "/proc", libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC)?;
-    mount(Some(&tmpfs?), "/dev/shm", libc::MS_NOSUID | libc::MS_NODEV)
+    mount("none", Path::new("/"), None, libc::MS_REC | libc::MS_PRIVATE)?;
+    mount("proc", Path::new("/proc"), Some("proc"), libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC)?;
+    mount("tmpfs", Path::new("/dev/shm"), Some("tmpfs"), libc::MS_NOSUID | libc::MS_NODEV)
 }
 
 /// Standard streams that are `/dev/null` are that of the new mount namespace, so that a later save finds them.

@@ -29,6 +29,8 @@ pub struct Look {
     pub listeners: BTreeSet<(u32, SocketAddr)>,
     /// The files that it goes on with.
     pub files: Vec<OpenFile>,
+    /// Those of them that it writes at any place.
+    pub written: BTreeSet<PathBuf>,
     /// The folders that it has open or works in.
     pub folders: BTreeSet<PathBuf>,
     /// The locks on them.
@@ -86,6 +88,16 @@ struct Open {
     locks: Vec<Lock>,
 }
 
+impl Look {
+    /// Has the program get its own copies of these of its files. Nobody else locks those.
+    pub fn copy(&mut self, paths: &BTreeSet<PathBuf>) {
+        for file in self.files.iter_mut().filter(|file| paths.contains(Path::new(&file.path))) {
+            file.policy = FilePolicy::Copy;
+        }
+        self.locks.retain(|lock| !paths.contains(&lock.path));
+    }
+}
+
 impl Open {
     /// Whether it is a folder that has its name still.
     fn is_folder(&self) -> bool {
@@ -119,7 +131,11 @@ pub fn look(pids: &[u32], with_driver: bool) -> io::Result<Look> {
         let who = if pids.len() == 1 { String::new() } else { format!("{}: ", named(*pid)) };
         let own: Vec<_> = files.iter().filter(|file| !stream_of(file).is_some_and(|stream| replaced.contains(&stream.name))).collect();
         let plain = own.iter().filter_map(|file| Some((PathBuf::from(&file.text), file.metadata.clone()?, file.policy())));
-        look.files.extend(unless_ended(*pid, surroundings::files(*pid, plain))?);
+        let listed = unless_ended(*pid, surroundings::files(*pid, plain.clone()))?;
+        let names_written = plain.filter(|(.., policy)| *policy == FilePolicy::Refuse).map(|(path, ..)| path);
+        let names_written: BTreeSet<_> = names_written.chain(unless_ended(*pid, surroundings::mapped_to_write(*pid))?).collect();
+        look.written.extend(listed.iter().map(|file| PathBuf::from(&file.path)).filter(|path| names_written.contains(path)));
+        look.files.extend(listed);
         look.folders.extend(own.iter().filter(|file| file.is_folder()).map(|file| PathBuf::from(&file.text)));
         look.folders
             .extend(fs::read_link(format!("/proc/{pid}/cwd")).ok().filter(|path| !path.as_os_str().as_bytes().ends_with(b" (deleted)")));

@@ -1,13 +1,16 @@
-//! The namespaces of processes: what a process is called in its own, and running a command in there.
+//! The namespaces of processes: what a process is called in its own, running a command in there, and what is mounted there.
 
 use std::collections::BTreeSet;
+use std::ffi::CString;
 use std::fs::{self, File};
 use std::io;
 use std::mem;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, Command};
 use std::{ptr, thread};
 
@@ -93,6 +96,23 @@ pub fn leave_network(addresses: &BTreeSet<IpAddr>) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Mounts something in this namespace. `kind`: of a file system, which has this name.
+pub fn mount(what: impl AsRef<Path>, place: &Path, kind: Option<&str>, flags: libc::c_ulong) -> io::Result<()> {
+    let [what, place] = [what.as_ref(), place].map(|path| CString::new(path.as_os_str().as_bytes()));
+    let (what, place, kind) = (what?, place?, kind.map(CString::new).transpose()?);
+    let kind_or_null = kind.as_ref().map_or(ptr::null(), |kind| kind.as_ptr());
+    // SAFETY: NUL-terminated names, or null where the kernel ignores them.
+    let mounted = unsafe { libc::mount(what.as_ptr(), place.as_ptr(), kind_or_null, flags, ptr::null()) };
+    if mounted == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Takes away what is mounted there. What is bound elsewhere stays.
+pub fn unmount(place: &Path) -> io::Result<()> {
+    let place = CString::new(place.as_os_str().as_bytes())?;
+    // SAFETY: a NUL-terminated name.
+    if unsafe { libc::umount2(place.as_ptr(), 0) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// About a device, of which nothing is said yet.

@@ -166,14 +166,7 @@ pub fn links(files: &[u8], remaps: &[u8]) -> io::Result<Vec<Link>> {
     /// The kind of those that are found by such a name.
     const LINKED: u64 = 0;
     let mut names = BTreeMap::new();
-    for record in records(files)?.1 {
-        let file = fields(record)?;
-        for plain in file.iter().filter(|field| field.number == field::PLAIN) {
-            if let Value::Bytes(plain) = plain.value {
-                names.extend(number(&file, field::ID).zip(name(&fields(plain)?).map(PathBuf::from)));
-            }
-        }
-    }
+    each_plain(files, |file, plain| names.extend(number(file, field::ID).zip(name(plain).map(PathBuf::from))))?;
     let mut found = Vec::new();
     for record in records(remaps)?.1 {
         let remap = fields(record)?;
@@ -184,6 +177,26 @@ pub fn links(files: &[u8], remaps: &[u8]) -> io::Result<Vec<Link>> {
         }
     }
     Ok(found)
+}
+
+/// The sizes of plain files. `files`: the contents of `files.img`.
+pub fn sizes(files: &[u8]) -> io::Result<BTreeMap<PathBuf, u64>> {
+    let mut sizes = BTreeMap::new();
+    each_plain(files, |_, plain| sizes.extend(name(plain).map(PathBuf::from).zip(number(plain, field::SIZE))))?;
+    Ok(sizes)
+}
+
+/// Shows each plain file of `files.img`: what is known of every file, and of a plain one.
+fn each_plain(files: &[u8], mut show: impl FnMut(&[Field<'_>], &[Field<'_>])) -> io::Result<()> {
+    for record in records(files)?.1 {
+        let file = fields(record)?;
+        for plain in file.iter().filter(|field| field.number == field::PLAIN) {
+            if let Value::Bytes(plain) = plain.value {
+                show(&file, &fields(plain)?);
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The addresses that Internet sockets have, here and there. `files`: the contents of `files.img`.
@@ -351,6 +364,13 @@ mod tests {
         assert_eq!(links(&files, &remaps).unwrap(), [link.clone(), link]);
         assert!(links(&files, &image(&[remap(3, 9, &[])])).is_err());
         assert!(links(&files[..files.len() - 1], &remaps).is_err());
+    }
+
+    #[test]
+    fn the_sizes_of_plain_files_are_read() {
+        assert_eq!(sizes(&image("/data", &[number(field::SIZE, 1 << 40)])).unwrap(), BTreeMap::from([("/data".into(), 1 << 40)]));
+        // That of a device.
+        assert!(sizes(&image("/dev/null", &[])).unwrap().is_empty());
     }
 
     #[test]

@@ -24,7 +24,7 @@ use crate::look::{self, Look};
 use crate::patch::{self, Link};
 use crate::shared;
 use crate::tree::{self, Kind, Tree};
-use crate::{content, namespace, surroundings};
+use crate::{content, namespace, own_files, surroundings};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Seek};
@@ -72,6 +72,18 @@ pub struct Save {
     criu: Criu,
     keeps: bool,
     verifies: bool,
+    copies_files: bool,
+}
+
+/// How a program is to be saved.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct HowToSave {
+    /// It goes on afterwards.
+    pub keeps: bool,
+    /// The image is read back, and the program ends only if all is as it was written.
+    pub verifies: bool,
+    /// The image has copies of the files that the program writes at any place.
+    pub copies_files: bool,
 }
 
 /// What a save has done.
@@ -94,9 +106,9 @@ fn cannot(why: &str) -> CommandError {
 }
 
 impl Save {
-    /// Finds the program and looks whether it can be saved. Changes nothing. `keeps`: it goes on afterwards. `verifies`: the image is read
-    /// back, and the program ends only if all is as it was written.
-    pub fn plan(operation: &Operation, image: &Path, keeps: bool, verifies: bool, reporter: &dyn Reporter) -> Result<Self, CommandError> {
+    /// Finds the program and looks whether it can be saved. Changes nothing.
+    pub fn plan(operation: &Operation, image: &Path, how: HowToSave, reporter: &dyn Reporter) -> Result<Self, CommandError> {
+        let HowToSave { keeps, verifies, copies_files } = how;
         let criu = Criu::find()?;
         // SAFETY: touches no memory.
         if unsafe { libc::geteuid() } != 0 {
@@ -139,7 +151,7 @@ impl Save {
         }
         let (images, name) = split(image)?;
         let images = std::path::absolute(images).map_err(refused("find", images))?;
-        Ok(Self { tree, checkpoint, directory, request, images, name: name.to_owned(), criu, keeps, verifies })
+        Ok(Self { tree, checkpoint, directory, request, images, name: name.to_owned(), criu, keeps, verifies, copies_files })
     }
 
     /// Saves it. After a failure, the program goes on.
@@ -319,7 +331,7 @@ impl Run<'_> {
         self.timed("detach", Self::detach)?;
         let names = self.lock_names()?;
         let look = self.timed("dump", Self::dump)?;
-        let kept = self.timed("copy", Self::copy_files)?;
+        let kept = self.timed("copy", |run| run.copy_files(&look))?;
         drop(names);
         let process_bytes = self.process_bytes();
         let manifest = self.describe(&look, kept)?;
@@ -447,12 +459,23 @@ impl Run<'_> {
     /// Looks at the processes again, now that neither the driver's files nor the library's should be open.
     /// `None`: something is in the way that was not there before.
     fn look(&self, before: &mut Obstacles) -> Result<Option<Look>, CommandError> {
-        let look = look::look(&self.save.tree.pids(), false).map_err(|error| cannot(&error.to_string()))?;
+        let mut look = look::look(&self.save.tree.pids(), false).map_err(|error| cannot(&error.to_string()))?;
         match before.standing(look.obstacles.clone()) {
             None => Ok(None),
-            Some(stand) if stand.is_empty() => Ok(Some(look)),
+            Some(stand) if stand.is_empty() => {
+                look.copy(&self.copied(&look));
+                Ok(Some(look))
+            }
             Some(stand) => Err(CommandError::new(Exit::Unsuspendable, format!("it cannot be saved: {}", stand.join("; ")))),
         }
+    }
+
+    /// The files of which the image gets copies: if it is not asked for, those of which the program has its own.
+    fn copied(&self, look: &Look) -> BTreeSet<PathBuf> {
+        let root = self.root_folder();
+        let is_meant =
+            |path: &&PathBuf| !path.starts_with(self.save.directory.path()) && (self.save.copies_files || own_files::is_own(&root, path));
+        look.written.iter().filter(is_meant).cloned().collect()
     }
 
     /// Keeps others from being written meanwhile if CRIU has to give names, which are the same for every program.
@@ -543,10 +566,13 @@ impl Run<'_> {
     }
 
     /// Copies what is gone when the process is, and removes what CRIU has left.
-    fn copy_files(&mut self) -> Result<Vec<Remap>, CommandError> {
-        let kept = shared::copy(&self.save.tree.pids(), &self.root_folder(), &self.links, &self.saving()?.files_path())?;
+    fn copy_files(&mut self, look: &Look) -> Result<Vec<Remap>, CommandError> {
+        let (root, files) = (self.root_folder(), self.saving()?.files_path());
+        let kept = shared::copy(&self.save.tree.pids(), &root, &self.links, &files)?;
         self.unlink();
-        Ok(kept)
+        let copied = look.files.iter().filter(|file| file.policy == FilePolicy::Copy).map(|file| PathBuf::from(&file.path)).collect();
+        let own = own_files::copy(&root, &copied, &self.saving()?.criu_path(), &files)?;
+        Ok([kept, own].concat())
     }
 
     fn unlink(&mut self) {

@@ -22,12 +22,12 @@ const FOLDER: &str = "/dev/shm";
 const LINK: &str = "link_remap.";
 
 /// Which file it is, whatever its name.
-fn identity(metadata: &Metadata) -> (u64, u64) {
+pub fn identity(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
 
 /// A path in a process's root.
-fn below(root: &Path, path: &Path) -> PathBuf {
+pub fn below(root: &Path, path: &Path) -> PathBuf {
     root.join(path.strip_prefix("/").unwrap_or(path))
 }
 
@@ -146,7 +146,7 @@ pub fn copy(pids: &[u32], root: &Path, links: &[Link], to: &Path) -> Result<Vec<
 }
 
 /// Puts them back, from the files of an image.
-pub fn put_back(files: &Path, remaps: &[Remap]) -> Result<(), CommandError> {
+pub fn put_back(files: &Path, remaps: &[&Remap]) -> Result<(), CommandError> {
     let mut there = BTreeMap::new();
     for remap in remaps {
         let to = Path::new(&remap.to);

@@ -111,9 +111,7 @@ pub fn files(pid: u32, opened: impl Iterator<Item = (PathBuf, fs::Metadata, File
     let mapped = fs::read_to_string(format!("/proc/{pid}/maps"))?;
     for line in mapped.lines() {
         let Some(path) = line.find('/').map(|at| Path::new(&line[at..])) else { continue };
-        // What is shared is written by whoever has it.
-        let is_written = line.split_whitespace().nth(1).is_some_and(|rights| rights.starts_with("rw") && rights.ends_with('s'));
-        let policy = if is_written { FilePolicy::Refuse } else { FilePolicy::Read };
+        let policy = if is_written(line) { FilePolicy::Refuse } else { FilePolicy::Read };
         let packages = path.ancestors().skip(1).find(|folder| folder.ends_with("site-packages") || folder.ends_with("dist-packages"));
         let records = packages.into_iter().flat_map(|folder| records_in(&root, folder));
         for (path, policy) in records.map(|path| (path, FilePolicy::Read)).chain([(path.to_owned(), policy)]) {
@@ -134,6 +132,18 @@ pub fn files(pid: u32, opened: impl Iterator<Item = (PathBuf, fs::Metadata, File
         policy,
     });
     Ok(listed.collect())
+}
+
+/// The files that a process has mapped, shared with whoever has them, to write.
+pub fn mapped_to_write(pid: u32) -> io::Result<Vec<PathBuf>> {
+    let mapped = fs::read_to_string(format!("/proc/{pid}/maps"))?;
+    let written = mapped.lines().filter(|line| is_written(line));
+    Ok(written.filter_map(|line| line.find('/').map(|at| PathBuf::from(&line[at..]))).collect())
+}
+
+/// Whether a line of `/proc/PID/maps` is of such a file.
+fn is_written(line: &str) -> bool {
+    line.split_whitespace().nth(1).is_some_and(|rights| rights.starts_with("rw") && rights.ends_with('s'))
 }
 
 /// The files that an installer writes anew with each package.
@@ -161,17 +171,22 @@ pub fn changes(files: &[OpenFile]) -> Vec<String> {
         let path = &file.path;
         let metadata = match fs::symlink_metadata(path) {
             Ok(metadata) => metadata,
+            Err(error) if file.policy == FilePolicy::Copy && error.kind() == io::ErrorKind::NotFound => {
+                return Some(format!("{path} ({error}; the program gets its own copy, in place of an empty file of this name, too)"));
+            }
             Err(error) => return Some(format!("{path} ({error})")),
         };
         let is_same = match file.policy {
-            FilePolicy::Append => metadata.is_file(),
+            FilePolicy::Append | FilePolicy::Copy => metadata.is_file(),
             // Where it was installed at another time, its content tells.
             FilePolicy::Read if modified(&metadata) != file.modified => {
                 metadata.len() == file.bytes && file.content.is_some() && content::of(Path::new(path)) == file.content
             }
-            FilePolicy::Read | FilePolicy::Copy | FilePolicy::Refuse => metadata.len() == file.bytes,
+            FilePolicy::Read | FilePolicy::Refuse => metadata.len() == file.bytes,
         };
-        let what = if metadata.len() == file.bytes {
+        let what = if !metadata.is_file() {
+            "no plain file now".to_owned()
+        } else if metadata.len() == file.bytes {
             "written to since".to_owned()
         } else {
             format!("{} bytes instead of {}", metadata.len(), file.bytes)
@@ -278,9 +293,9 @@ mod tests {
             let path = path.to_str().unwrap().into();
             [OpenFile { path, bytes: metadata.len(), modified: modified(&metadata), content: None, policy }]
         };
-        let [read, append, write] = [FilePolicy::Read, FilePolicy::Append, FilePolicy::Refuse].map(listed);
+        let [read, append, copy, write] = [FilePolicy::Read, FilePolicy::Append, FilePolicy::Copy, FilePolicy::Refuse].map(listed);
         let known = [OpenFile { content: content::of(&path), ..read[0].clone() }];
-        assert!([&read, &append, &write, &known].iter().all(|files| changes(*files).is_empty()));
+        assert!([&read, &append, &copy, &write, &known].iter().all(|files| changes(*files).is_empty()));
         // On another machine, it was installed at another time.
         let touched = fs::File::options().write(true).open(&path).unwrap();
         touched.set_modified(SystemTime::now() - Duration::from_secs(100)).unwrap();
@@ -291,8 +306,12 @@ mod tests {
         file.set_modified(SystemTime::now() + Duration::from_secs(1)).unwrap();
         assert_eq!([&read, &append, &write, &known].map(|files| changes(files).len()), [1, 0, 0, 1]);
         file.set_len(100).unwrap();
-        assert_eq!([&read, &append, &write].map(|files| changes(files).len()), [1, 0, 1]);
+        assert_eq!([&read, &append, &copy, &write].map(|files| changes(files).len()), [1, 0, 0, 1]);
         fs::remove_file(&path).unwrap();
-        assert_eq!([&read, &append, &write].map(|files| changes(files).len()), [1, 1, 1]);
+        assert_eq!([&read, &append, &copy, &write].map(|files| changes(files).len()), [1, 1, 1, 1]);
+        assert!(changes(&copy)[0].contains("an empty file"));
+        // Nothing is bound over what such a name leads to.
+        std::os::unix::fs::symlink("/dev/null", &path).unwrap();
+        assert_eq!([&append, &copy].map(|files| changes(files).len()), [1, 1]);
     }
 }

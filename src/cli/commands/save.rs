@@ -14,7 +14,7 @@ use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::operation::{Hold, HowToPause};
 use vramctl_coordinator::processes::Target;
 use vramctl_coordinator::{Operation, Scope};
-use vramctl_images::Save;
+use vramctl_images::{HowToSave, Save};
 use vramctl_model::{PauseOptions, Verb};
 
 #[derive(clap::Args)]
@@ -49,6 +49,9 @@ pub struct Args {
     /// Read the image back; the program ends only if all is as it was written
     #[arg(long)]
     verify: bool,
+    /// Put files that the program writes other than by appending into the image, too: each loaded program gets its own copies, in memory
+    #[arg(long)]
+    copy_files: bool,
     /// Keep the KV cache of an idle inference engine, too
     #[arg(long)]
     keep_cache: bool,
@@ -67,7 +70,8 @@ pub struct Args {
 impl Execute for Args {
     fn execute(&self) -> Result<Exit, CommandError> {
         let ui = Ui::new(self.json, self.quiet);
-        let save = Save::plan(&self.operation(), &self.directory, self.keep, self.verify, &ui)?;
+        let how = HowToSave { keeps: self.keep, verifies: self.verify, copies_files: self.copy_files };
+        let save = Save::plan(&self.operation(), &self.directory, how, &ui)?;
         interrupt::hold();
         interrupt::watch(|| {
             output::complain("interrupted", "the image is not complete; `vramctl resume` brings the program back");
