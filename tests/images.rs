@@ -198,9 +198,8 @@ while True:
     images.save("plain", "plain").expect(0, "saved", "");
     // What takes the place of its log is not locked, so two may have it.
     let log = folder.join("log");
-    for name in ["one", "two"] {
-        load("plain", name, "").expect(0, "", "");
-    }
+    let are_alone = ["one", "two"].map(|name| load("plain", name, "").expect(0, "", "loaded").err.contains("without a network"));
+    assert_eq!(are_alone, [false, true]);
     load("plain", "three", &format!(" --log {}", log.display())).expect(0, "", "");
     prints(&log);
     ["one", "two", "three"].into_iter().for_each(ends);
@@ -330,7 +329,7 @@ fn a_program_is_loaded_on_the_gpu_that_is_named() {
     assert!(planned.out.contains("GPU 1 (GPU-73696d76) in place of GPU-73696d75"), "{planned:?}");
     let unmoved = at("0").expect(0, "can be loaded", "");
     assert!(!unmoved.out.contains("in place of"), "{unmoved:?}");
-    at("0,1").expect(2, "", "the program has 1 GPUs, and --gpus names 2");
+    at("0,1").expect(2, "", "the program has 1 GPU, and --gpus names 2");
     at("7").expect(2, "", "no GPU 7");
     assert_eq!(images.machine.gpus(), before);
 
@@ -524,7 +523,7 @@ fn a_dry_run_names_all_that_is_in_the_way() {
     images.save("engine", "image").expect(0, "saved", "");
     engine.ended();
     let dry = |more: &str| images.cli(&format!("load {} --dry-run{more}", images.image("image")));
-    Ran::of(&mut dry("")).expect(0, "engine can be loaded", "");
+    Ran::of(&mut dry("")).expect(0, "engine can be loaded: 1 process, ", "");
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     fs::write(&data, "longer than before").unwrap();

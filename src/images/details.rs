@@ -89,3 +89,8 @@ pub fn refused(what: &str, path: &Path) -> impl FnOnce(io::Error) -> CommandErro
     let text = format!("cannot {what} {}", path.display());
     move |error| CommandError::new(Exit::Failed, format!("{text}: {error}"))
 }
+
+/// So many of something. `more`: what its name ends in if that is not one.
+pub fn counted(count: usize, name: &str, more: &str) -> String {
+    format!("{count} {name}{}", if count == 1 { "" } else { more })
+}

@@ -46,6 +46,9 @@ pub struct Task {
 pub struct Report {
     /// Why not.
     pub failure: Option<String>,
+    /// It is back without a network, in which another copy has its addresses.
+    #[serde(default)]
+    pub lost_network: bool,
 }
 
 /// How often the files that CRIU reads are looked at.
@@ -150,12 +153,22 @@ pub fn run(task: &Task) -> i32 {
         Ok(restored)
     });
     let failure = restored.as_ref().err().map(ToString::to_string);
-    let _ = report.write_all(&serde_json::to_vec(&Report { failure }).unwrap_or_default());
+    let lost_network = restored.as_ref().is_ok_and(|back| back.lost_network);
+    let _ = report.write_all(&serde_json::to_vec(&Report { failure, lost_network }).unwrap_or_default());
     drop(report);
-    restored.map_or(1, |(program, _marked)| match program {
+    restored.map_or(1, |Back { program, _marked, .. }| match program {
         Restored::Runs(pid) => wait_for(pid),
         Restored::Ended(code) => code,
     })
+}
+
+/// A program that is back.
+struct Back {
+    program: Restored,
+    /// What says that it is being loaded, until it listens.
+    _marked: Vec<Marked>,
+    /// It has no network, in which another copy has its addresses.
+    lost_network: bool,
 }
 
 /// A program that was there again.
@@ -178,8 +191,7 @@ fn end_without(decision: RawFd) -> io::Result<()> {
     thread::Builder::new().spawn(watch).map(drop)
 }
 
-/// Returns the program, and what says that it is being loaded, until it listens.
-fn restore(task: &Task) -> Result<(Restored, Vec<Marked>), CommandError> {
+fn restore(task: &Task) -> Result<Back, CommandError> {
     let image = Store::open(&task.directory).and_then(|store| store.inspect(&task.image)).map_err(failed)?;
     let (manifest, details) = (image.manifest(), Details::of(image.manifest())?);
     let root = manifest.processes.first().ok_or_else(|| CommandError::new(Exit::Failed, "the image has no process"))?;
@@ -233,19 +245,19 @@ fn restore(task: &Task) -> Result<(Restored, Vec<Marked>), CommandError> {
         namespace::leave_network(&addresses).map_err(refused("make", Path::new("a network namespace")))?;
     }
     let mut failure = bring_back()?;
-    if failure.as_ref().is_some_and(|why| is_abstract_address_taken(why)) {
+    let lost_network = failure.as_ref().is_some_and(|why| is_abstract_address_taken(why));
+    if lost_network {
         end_all_others();
         namespace::leave_network(&addresses).map_err(refused("make", Path::new("a network namespace")))?;
-        eprintln!("warning: another copy of the program runs here: this one has no network");
         failure = bring_back()?;
     }
     let _ = fs::remove_dir_all(work);
     match failure {
-        None => Ok((Restored::Runs(root.pid.cast_signed()), marked)),
+        None => Ok(Back { program: Restored::Runs(root.pid.cast_signed()), _marked: marked, lost_network }),
         Some(why) => {
             marked.into_iter().for_each(Marked::remove);
             match own_end(root.pid, &why) {
-                Some(code) => Ok((Restored::Ended(code), Vec::new())),
+                Some(code) => Ok(Back { program: Restored::Ended(code), _marked: Vec::new(), lost_network }),
                 None => Err(CommandError::new(Exit::Failed, format!("CRIU could not bring the process back {why}"))),
             }
         }

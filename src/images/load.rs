@@ -6,7 +6,7 @@
 use crate::bare::Bare;
 use crate::copies::Agreement;
 use crate::criu::Criu;
-use crate::details::{Details, failed, refused, split};
+use crate::details::{Details, counted, failed, refused, split};
 use crate::init::{self, Report, Task};
 use crate::namespace::{self, pid_there};
 use crate::placement::{Placement, Saved};
@@ -107,6 +107,8 @@ pub struct Loaded {
     pub name: String,
     /// The GPUs that it has in place of others, for people.
     pub placement: String,
+    /// It has no network, in which another copy has its addresses.
+    pub lost_network: bool,
     /// How long each stage took.
     pub stages: Vec<(&'static str, Duration)>,
     first: Child,
@@ -171,9 +173,9 @@ impl Load {
         });
         let has_all = |placement: &Placement| placement.map.is_empty() || placement.map.len() >= details.machine.len();
         if !placed.iter().all(has_all) {
-            let count = details.machine.len();
+            let had = counted(details.machine.len(), "GPU", "s");
             reporter.warn(&format!(
-                "the machine of the save had {count} GPUs, and the driver may want one for each, also for those that the program had not"
+                "the machine of the save had {had}, and the driver may want one for each, also for those that the program had not"
             ));
         }
         let load = Self { store, image, details, name, streams, placements: placed, ports: None, agreement: None, timeout };
@@ -243,10 +245,10 @@ impl Load {
     /// Its name, and what it needs of the machine, for people.
     pub fn in_words(&self) -> String {
         let manifest = self.image.manifest();
-        let (processes, gpus) = (manifest.processes.len(), self.details.gpus.len());
+        let (processes, gpus) = (counted(manifest.processes.len(), "process", "es"), counted(self.details.gpus.len(), "GPU", "s"));
         let contents = Bytes(self.contents_bytes());
         let places = self.placements.iter().map(Placement::in_words).filter(|words| !words.is_empty());
-        let first = format!("{} can be loaded: {processes} processes, {contents} of contents, on {gpus} GPUs", self.name);
+        let first = format!("{} can be loaded: {processes}, {contents} of contents, on {gpus}", self.name);
         [first].into_iter().chain(places).collect::<Vec<_>>().join("\n  ")
     }
 
@@ -298,7 +300,8 @@ impl Load {
                 // If nobody reads it, the program has ended by itself meanwhile.
                 let _ = decision.write_all(&[1]);
                 let placement = self.placements.first().map(Placement::in_words).unwrap_or_default();
-                return Ok(Loaded { pid: brought.ok(), name: self.name, placement, stages, first });
+                let lost_network = serde_json::from_slice::<Report>(&text).is_ok_and(|report| report.lost_network);
+                return Ok(Loaded { pid: brought.ok(), name: self.name, placement, lost_network, stages, first });
             }
         };
         let ended = first.try_wait().ok().flatten();
@@ -358,7 +361,7 @@ impl Load {
         /// A process that has hung up may take so long to end.
         const ENDS_WITHIN: Duration = Duration::from_millis(200);
         let ended = || CommandError::new(Exit::Failed, "the program's namespace has ended before the program was back");
-        let Report { failure } = serde_json::from_slice(report).map_err(|_| ended())?;
+        let Report { failure, .. } = serde_json::from_slice(report).map_err(|_| ended())?;
         if let Some(failure) = failure {
             return Err(CommandError::new(Exit::Failed, failure));
         }

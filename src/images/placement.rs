@@ -1,5 +1,6 @@
 //! Which GPUs a loaded program gets: its own, those that the user names, or on another machine those that can only be meant.
 
+use crate::details::counted;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::gpus;
 use vramctl_driver::Card;
@@ -86,11 +87,8 @@ fn indices(cards: &[&Card]) -> String {
 fn as_named<'a>(own: &[Gpu], named: &[String], cards: &'a [Card]) -> Result<Vec<&'a Card>, CommandError> {
     let targets = named.iter().map(|gpu| gpus::named(gpu, cards)).collect::<Result<Vec<_>, _>>()?;
     if targets.len() != own.len() {
-        let (has, given) = (own.len(), targets.len());
-        return Err(usage(&format!(
-            "the program has {has} GPUs, and --gpus names {given}: name one for each of {}, in this order",
-            list(own)
-        )));
+        let (has, given) = (counted(own.len(), "GPU", "s"), targets.len());
+        return Err(usage(&format!("the program has {has}, and --gpus names {given}: name one for each of {}, in this order", list(own))));
     }
     if let Some((place, card)) = targets.iter().enumerate().find(|(place, card)| targets[..*place].contains(card)) {
         return Err(usage(&format!("GPU {} is named twice in --gpus, at the places {place} and before: each needs its own", card.index)));

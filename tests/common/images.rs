@@ -27,6 +27,15 @@ pub struct Images {
     pub criu: &'static Path,
 }
 
+/// What a test that has failed leaves: programs outlive their commands, and servers need no input.
+impl Drop for Images {
+    fn drop(&mut self) {
+        for pid in self.processes() {
+            unsafe { libc::kill(pid.cast_signed(), libc::SIGKILL) };
+        }
+    }
+}
+
 /// Leaves a program none of the descriptors that this one has inherited from whatever started it.
 pub fn without_inherited(command: &mut Command) -> &mut Command {
     let close = || {

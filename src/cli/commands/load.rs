@@ -164,11 +164,15 @@ impl Execute for Args {
         let load = load.with_agreement(self.is_copy);
         let load = if self.port.is_empty() && self.is_copy.is_none() { load } else { load.with_own_network(self.port.clone()) };
         let loaded = load.run(&ui)?;
+        if loaded.lost_network && self.quiet {
+            output::complain("warning", &format!("{} has no network, as another copy of the program runs here", loaded.name));
+        }
         if !self.quiet {
             let stages: Vec<_> = loaded.stages.iter().map(|(stage, took)| format!("{stage} {}", took.as_millis())).collect();
             let place = if loaded.placement.is_empty() { String::new() } else { format!(" on {}", loaded.placement) };
             let pid = loaded.pid.map_or_else(|| "has ended".to_owned(), |pid| format!("pid {pid}"));
-            let line = format!("loaded {} ({pid}){place}: {} ms\n", loaded.name, stages.join(", "));
+            let alone = if loaded.lost_network { " without a network, as another copy of the program runs here" } else { "" };
+            let line = format!("loaded {} ({pid}){place}{alone}: {} ms\n", loaded.name, stages.join(", "));
             // In one piece: other copies may write at the same time. It runs, whether that can be told or not.
             let _ = io::stderr().write_all(line.as_bytes());
         }
