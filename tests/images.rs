@@ -281,9 +281,11 @@ for line in sys.stdin:
     // A save of one that has copies has them, whether it is asked for or not. The file itself may be another, but there must be one.
     images.save("one", "again").expect(0, "saved one", "");
     one.ended();
-    two.end();
     program.end();
     fs::remove_file(&state).unwrap();
+    images.save("two", "removed").expect(7, "", "removed or replaced since its load");
+    assert_eq!(two.ask("state.write(b'on')"), "2");
+    two.end();
     refuses_to_be_loaded(&images, "again", "an empty file");
     fs::write(&state, "").unwrap();
     let mut again = images.load("again", "again");

@@ -292,6 +292,10 @@ fn obstacle(pids: &[u32], file: &Open, with_driver: bool) -> Option<String> {
     if let Some(inode) = numbered(text, "pipe") {
         return other_end(pids, inode).map(|other| format!("a pipe to {other}; have it closed, or start the program without it"));
     }
+    // The kernel has taken it from its name in all namespaces.
+    if text == "/" && file.metadata.as_ref().is_some_and(fs::Metadata::is_file) {
+        return Some("the program's own copy of a file that was removed or replaced since its load; have it closed".into());
+    }
     let is_device = file.metadata.as_ref().is_some_and(|found| found.file_type().is_char_device() || found.file_type().is_block_device());
     if !is_device {
         return None;

@@ -18,7 +18,7 @@ Examples:
   vramctl images /images verify llama   # read all of it, compare the hashes
   vramctl images /images rm llama       # its pieces go with the next gc
   vramctl images /images gc
-  vramctl images /images export llama /mnt/usb")]
+  vramctl images /images export llama /mnt/usb/images")]
 pub struct Args {
     /// The directory of images
     #[arg(value_name = "DIR")]
