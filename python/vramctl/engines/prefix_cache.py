@@ -21,13 +21,16 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .. import _library, errors
 from . import say_once
 
 #: As long as the library waits for an answer.
 _WITHIN_S = 0.2
+
+#: How often the loop looks whether a worker for which it waits has ended.
+_LOOK_EVERY_S = 1.0
 
 #: In place of a request's number, for a worker that has not asked.
 _UNASKED = "0"
@@ -38,8 +41,8 @@ _is_idle = False
 
 def _start_anew() -> None:
     """In a forked child, which does not have the thread."""
-    global _is_served, _is_idle, _workers
-    _is_served = _is_idle = False
+    global _is_served, _is_idle, _has_listened, _workers
+    _is_served = _is_idle = _has_listened = False
     _workers = None
 
 
@@ -105,8 +108,9 @@ def _work(library: _library.Library, pass_on: Callable[[Request], object]) -> No
 
 
 def _address(pid: int) -> str:
-    """Of the socket of an engine's loop: an abstract one, which ends with its process."""
-    return f"\0vramctl-prefix-cache-{pid}"
+    """Of the socket of an engine's loop: an abstract one, which ends with its process. Containers may share a network and have the same process
+    ids, so it names their PID namespace, as those of CUDA do."""
+    return f"\0vramctl-prefix-cache-{os.stat('/proc/self/ns/pid').st_ino}-{pid}"
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:
@@ -114,6 +118,16 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, user, _ = struct.unpack("3i", found)
     return pid, user
+
+
+def _is_child(pid: int) -> bool:
+    """Whether that is a child of this process that has not ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, parent = file.read().rpartition(b")")[2].split()[:2]
+    except OSError:
+        return False
+    return int(parent) == os.getpid() and state not in (b"Z", b"X")
 
 
 class Workers:
@@ -158,18 +172,22 @@ class Workers:
         finally:
             # The others' caches are worth nothing either: of a job that is held, they may be the next to go, and cannot be asked any more.
             told = {**dict.fromkeys(self._there(), _UNASKED), **asked} if is_reset else asked
-            for connection, number in told.items():
-                _send(connection, f"{'reset' if is_reset else 'kept'} {number}")
-        until, parked = time.monotonic() + _WITHIN_S, set(told) if is_reset else set()
+            word = "reset" if is_reset else "kept"
+            sent = {connection: number for connection, number in told.items() if _send(connection, f"{word} {number}")}
+        until, parked = time.monotonic() + _WITHIN_S, sent if is_reset else {}
         while parked:
-            when, connection, word, number = self._told.get()
-            if word != "ask":
-                parked.discard(connection)
-            elif when < until:
-                parked.add(connection)
-                _send(connection, f"reset {number}")
-            else:
+            try:
+                when, connection, word, number = self._told.get(timeout=_LOOK_EVERY_S)
+            except queue.Empty:
+                # A child of a worker's may keep the connection of one that has ended.
+                parked = {connection: number for connection, number in parked.items() if _is_child(_peer(connection)[0])}
+                continue
+            if word == "end" or (word == "done" and parked.get(connection) == number):
+                parked.pop(connection, None)
+            elif word == "ask" and when >= until:
                 _send(connection, f"kept {number}")
+            elif word == "ask" and _send(connection, f"reset {number}"):
+                parked[connection] = number
 
     def _there(self) -> list[socket.socket]:
         with self._lock:
@@ -181,7 +199,9 @@ class Workers:
     def _accept(self) -> None:
         while True:
             connection, _ = self._listener.accept()
-            if _peer(connection)[1] != os.getuid():
+            pid, user = _peer(connection)
+            # Others could keep the loop waiting.
+            if user != os.getuid() or not _is_child(pid):
                 connection.close()
                 continue
             with self._lock:
@@ -191,7 +211,7 @@ class Workers:
 
     def _hear(self, connection: socket.socket) -> None:
         try:
-            for line in connection.makefile("r"):
+            for line in _lines(connection):
                 word, number = line.split()
                 self._told.put((time.monotonic(), connection, word, number))
                 if word == "ask":
@@ -202,13 +222,15 @@ class Workers:
             self._told.put((time.monotonic(), connection, "end", ""))
 
 
+_has_listened = False
 _workers: Workers | None = None
 
 
-def workers(pass_on: Callable[[Workers], object]) -> Workers:
-    """On the engine's loop: its workers, which have requests passed on to it, from any thread."""
-    global _workers
-    if _workers is None:
+def workers(pass_on: Callable[[Workers], object]) -> Workers | None:
+    """On the engine's loop: its workers, which have requests passed on to it, from any thread. None if an earlier call has failed."""
+    global _has_listened, _workers
+    if not _has_listened:
+        _has_listened = True
         _workers = Workers(pass_on)
     return _workers
 
@@ -228,7 +250,7 @@ def _listen_to(library: _library.Library, pid: int) -> None:
         return
     try:
         _start(lambda: _ask(library, connection))
-        for line in connection.makefile("r"):
+        for line in _lines(connection):
             word, *number = line.split()
             if number:
                 library.call("prefix_cache_answer", int(number[0]), int(word == "reset"))
@@ -262,10 +284,21 @@ def _ask(library: _library.Library, connection: socket.socket) -> None:
         _send(connection, f"ask {number.value}")
 
 
-def _send(connection: socket.socket, line: str) -> None:
-    """Whoever does not take it has ended, or is about to be noticed to have."""
-    with contextlib.suppress(OSError):
-        connection.sendall(line.encode() + b"\n")
+def _lines(connection: socket.socket) -> Iterator[str]:
+    """What the other end sends, until it ends."""
+    with contextlib.suppress(ConnectionError), connection.makefile("r") as lines:
+        yield from lines
+
+
+def _send(connection: socket.socket, line: str) -> bool:
+    """Whether it was sent. Never waits: whoever has left so much unread reads no more, and is hung up on."""
+    try:
+        connection.send(line.encode() + b"\n", socket.MSG_DONTWAIT)
+    except OSError:
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+        return False
+    return True
 
 
 def _start(work: Callable[[], object]) -> None:

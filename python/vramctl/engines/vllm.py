@@ -231,7 +231,8 @@ def _served(engine: Any) -> Callable[[bool], None] | None:
 
     several = _workers_of(engine.vllm_config) > 1
     if several and not _has_worker:
-        return prefix_cache.workers(pass_on).set_idle
+        workers = prefix_cache.workers(pass_on)
+        return workers.set_idle if workers is not None else None
     if _has_worker and not several:
         prefix_cache.serve(pass_on)
         return prefix_cache.set_idle
