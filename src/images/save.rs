@@ -774,6 +774,13 @@ impl Run<'_> {
 /// Has the disk write the files of a folder while they are being made: all must be durable before the program is killed.
 fn while_written_back<R>(folder: &Path, work: impl FnOnce() -> R) -> R {
     const EVERY: Duration = Duration::from_millis(50);
+    /// Dropped by a panic, too, which would else wait for the thread for ever.
+    struct Ends<'a>(&'a AtomicBool);
+    impl Drop for Ends<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
     let is_over = AtomicBool::new(false);
     let write_back = || {
         while !is_over.load(Ordering::Relaxed) {
@@ -788,9 +795,8 @@ fn while_written_back<R>(folder: &Path, work: impl FnOnce() -> R) -> R {
     thread::scope(|scope| {
         // Without one, it is only slower.
         let _ = thread::Builder::new().spawn_scoped(scope, write_back);
-        let done = work();
-        is_over.store(true, Ordering::Relaxed);
-        done
+        let _ends = Ends(&is_over);
+        work()
     })
 }
 

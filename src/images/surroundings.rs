@@ -176,17 +176,18 @@ pub fn changes(files: &[OpenFile]) -> Vec<String> {
             }
             Err(error) => return Some(format!("{path} ({error})")),
         };
-        let is_same = match file.policy {
-            FilePolicy::Append | FilePolicy::Copy => metadata.is_file(),
-            // Where it was installed at another time, its content tells.
-            FilePolicy::Read if modified(&metadata) != file.modified => {
-                metadata.len() == file.bytes && file.content.is_some() && content::of(Path::new(path)) == file.content
-            }
-            FilePolicy::Read | FilePolicy::Refuse => metadata.len() == file.bytes,
-        };
+        let is_as_long = metadata.len() == file.bytes;
+        // It may have been installed at another time, and some set one time for all versions. Opening a pipe would wait.
+        let is_same = metadata.is_file()
+            && match (file.policy, &file.content) {
+                (FilePolicy::Append | FilePolicy::Copy, _) => true,
+                (FilePolicy::Read, Some(content)) => is_as_long && content::of(Path::new(path)).as_ref() == Some(content),
+                (FilePolicy::Read, None) => is_as_long && modified(&metadata) == file.modified,
+                (FilePolicy::Refuse, _) => is_as_long,
+            };
         let what = if !metadata.is_file() {
             "no plain file now".to_owned()
-        } else if metadata.len() == file.bytes {
+        } else if is_as_long {
             "written to since".to_owned()
         } else {
             format!("{} bytes instead of {}", metadata.len(), file.bytes)
@@ -244,8 +245,9 @@ fn holder(path: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::ffi::CString;
     use std::io::Write;
-    use std::time::{Duration, SystemTime};
+    use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
     #[test]
     fn a_processor_without_a_feature_is_refused_and_one_with_more_is_not() {
@@ -305,6 +307,9 @@ mod tests {
         file.write_all(b"after!").unwrap();
         file.set_modified(SystemTime::now() + Duration::from_secs(1)).unwrap();
         assert_eq!([&read, &append, &write, &known].map(|files| changes(files).len()), [1, 0, 0, 1]);
+        // Nor does its time tell everywhere: reproducible builds have one for all.
+        file.set_modified(UNIX_EPOCH + Duration::from_nanos(known[0].modified.cast_unsigned())).unwrap();
+        assert_eq!([&read, &known].map(|files| changes(files).len()), [0, 1]);
         file.set_len(100).unwrap();
         assert_eq!([&read, &append, &copy, &write].map(|files| changes(files).len()), [1, 0, 0, 1]);
         fs::remove_file(&path).unwrap();
@@ -313,5 +318,12 @@ mod tests {
         // Nothing is bound over what such a name leads to.
         std::os::unix::fs::symlink("/dev/null", &path).unwrap();
         assert_eq!([&append, &copy].map(|files| changes(files).len()), [1, 1]);
+        fs::remove_file(&path).unwrap();
+        // Nobody is waited for where it has become a pipe.
+        let empty = [OpenFile { bytes: 0, content: Some("blake3".into()), ..read[0].clone() }];
+        let name = CString::new(path.to_str().unwrap()).unwrap();
+        // SAFETY: a string, for the time of the call.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        assert_eq!(changes(&empty).len(), 1);
     }
 }
