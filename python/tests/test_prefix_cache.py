@@ -97,7 +97,7 @@ class Workers(unittest.TestCase):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(self.address)
             self.assertEqual(connection.recv(100), b"")
-        self.assertEqual(self.workers._there(), [])
+        self.assertEqual(self.workers._there(), {})
 
 
 if __name__ == "__main__":

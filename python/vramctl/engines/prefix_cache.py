@@ -139,7 +139,8 @@ class Workers:
         #: What workers have sent, and when: `end` if one has ended.
         self._told: queue.SimpleQueue[tuple[float, socket.socket, str, str]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._connections: list[socket.socket] = []
+        #: Each with its worker's process. A connection in an image does not know that any more.
+        self._connections: dict[socket.socket, int] = {}
         self._is_idle = False
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(_address(os.getpid()))
@@ -180,7 +181,8 @@ class Workers:
                 when, connection, word, number = self._told.get(timeout=_LOOK_EVERY_S)
             except queue.Empty:
                 # A child of a worker's may keep the connection of one that has ended.
-                parked = {connection: number for connection, number in parked.items() if _is_child(_peer(connection)[0])}
+                there = self._there()
+                parked = {connection: number for connection, number in parked.items() if _is_child(there.get(connection, 0))}
                 continue
             if word == "end" or (word == "done" and parked.get(connection) == number):
                 parked.pop(connection, None)
@@ -189,9 +191,9 @@ class Workers:
             elif word == "ask" and _send(connection, f"reset {number}"):
                 parked[connection] = number
 
-    def _there(self) -> list[socket.socket]:
+    def _there(self) -> dict[socket.socket, int]:
         with self._lock:
-            return list(self._connections)
+            return dict(self._connections)
 
     def _standing(self) -> str:
         return "idle" if self._is_idle else "busy"
@@ -205,7 +207,7 @@ class Workers:
                 connection.close()
                 continue
             with self._lock:
-                self._connections.append(connection)
+                self._connections[connection] = pid
                 _send(connection, self._standing())
             _start(functools.partial(self._hear, connection))
 
@@ -218,7 +220,7 @@ class Workers:
                     self._pass_on(self)
         finally:
             with self._lock:
-                self._connections.remove(connection)
+                del self._connections[connection]
             self._told.put((time.monotonic(), connection, "end", ""))
 
 
