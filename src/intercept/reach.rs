@@ -27,7 +27,7 @@ use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::{Memory, borrow, note_crossing};
 use vramctl_driver::{CUdevice, CUdeviceptr, Context, CopyBetween, CopySide, Current, NodeParameters, Plane, RelaxedCapture, StreamHandle};
 use vramctl_host::{exit, guarded};
-use vramctl_model::{StatusCode, code};
+use vramctl_model::{Failure, StatusCode, code};
 
 /// Makes a refused call again in another form, if managed memory may be the reason. Returns the driver's answer.
 ///
@@ -44,43 +44,38 @@ unsafe fn try_again(symbol: &str, gated: &'static Gated, arguments: &[usize], re
     let memory = Memory::existing().filter(|_| copies::activate() && !exit::is_ending())?;
     // SAFETY: the caller's promise.
     let call = unsafe { CopyCall::of(symbol, arguments)? };
-    let touched: Vec<_> = call.addresses.iter().filter_map(|address| Home::of(memory, *address)).collect();
-    let named: Vec<_> = call.copies.iter().flat_map(|copy| copy.within(&backup::piece_end)).collect();
-    let leaves_a_piece = named.len() > call.copies.len();
-    if (touched.is_empty() && !leaves_a_piece) || touched.iter().any(|home| home.is_paused) {
-        return None;
-    }
-    if !call.copies.is_empty() && !call.stream.is_capturing() {
-        let current = Current::of_thread().ok()??.context();
-        if !leaves_a_piece && !call.is_away_from(&touched, current) {
-            return None;
+    // The program may have been held since the driver's answer. Inside, what is seen of the memory holds until the copy is queued.
+    // SAFETY: the program's copies.
+    match gate::pass(gated, || unsafe { call.make(memory, repeat) }) {
+        Ok(Again::Answered(answer)) => Some(answer),
+        Ok(Again::Closed(owners)) => {
+            open(memory, &owners);
+            // Another thread may have opened it since the driver's answer.
+            Some(repeat())
         }
-        note_crossing();
-        // SAFETY: the program's copies.
-        return Some(gate::pass(gated, || unsafe { call.start(memory, named, current, leaves_a_piece) }.unwrap_or(code::INVALID_VALUE)));
+        Ok(Again::Refused) => None,
+        // The memory ends with its context.
+        Err(failure) if failure.is_of_gone_context() || failure.is_of_ending_context() => None,
+        Err(failure) => Some(failure.code),
     }
-    // In a capture, which keeps the memory's context with the copy. Default streams are others in another context.
-    if let [home, others @ ..] = &touched[..]
-        && others.iter().all(|other| other.device == home.device)
-        && !call.copies.is_empty()
-        && !call.stream.is_default()
-        && let Ok(_there) = Current::push(home.context)
-        && let answer = repeat()
-        && answer != code::INVALID_VALUE
-    {
-        return Some(answer);
-    }
-    open(memory, &touched).then(repeat)
 }
 
-/// Opens the memory to the process's other devices. Returns whether it was closed to one of them before.
-fn open(memory: &Memory, touched: &[Home]) -> bool {
+/// What has become of a refused call.
+enum Again {
+    /// The driver's answer to it in another form.
+    Answered(StatusCode),
+    /// There is no other form. The memory of these devices may be closed to others.
+    Closed(BTreeSet<CUdevice>),
+    /// The library is not the reason.
+    Refused,
+}
+
+/// Opens memory of these devices to the process's other devices.
+fn open(memory: &Memory, owners: &BTreeSet<CUdevice>) {
     let _relaxed = RelaxedCapture::enter();
-    let owners: BTreeSet<CUdevice> = touched.iter().filter(|home| home.is_ours).map(|home| home.device).collect();
-    memory.open_to_copies(&owners).unwrap_or_else(|error| {
+    if let Err(error) = memory.open_to_copies(owners) {
         log::warn!("cannot open managed memory for a copy of another device: {error}");
-        false
-    })
+    }
 }
 
 /// What virtual memory in place of CUDA's own belongs to.
@@ -172,11 +167,48 @@ impl CopyCall {
         })
     }
 
+    /// Makes the call in another form. `repeat` makes it as the program has.
+    ///
+    /// # Safety
+    /// As for the driver's copies.
+    unsafe fn make(&self, memory: &Memory, repeat: &dyn Fn() -> StatusCode) -> Result<Again, Failure> {
+        let touched: Vec<_> = self.addresses.iter().filter_map(|address| Home::of(memory, *address)).collect();
+        let named: Vec<_> = self.copies.iter().flat_map(|copy| copy.within(&backup::piece_end)).collect();
+        let leaves_a_piece = named.len() > self.copies.len();
+        // The program has paused it itself: otherwise, no call is inside.
+        let is_paused = touched.iter().any(|home| home.is_paused);
+        if (touched.is_empty() && !leaves_a_piece) || is_paused {
+            return Ok(Again::Refused);
+        }
+        if !self.copies.is_empty() && !self.stream.is_capturing() {
+            let Some(current) = Current::of_thread()? else { return Ok(Again::Refused) };
+            if !leaves_a_piece && !self.is_away_from(&touched, current.context()) {
+                return Ok(Again::Refused);
+            }
+            note_crossing();
+            // SAFETY: the caller's promise.
+            return unsafe { self.start(memory, named, current.context(), leaves_a_piece) };
+        }
+        // In a capture, which keeps the memory's context with the copy. Default streams are others in another context.
+        if let [home, others @ ..] = &touched[..]
+            && others.iter().all(|other| other.device == home.device)
+            && !self.copies.is_empty()
+            && !self.stream.is_default()
+            && let Ok(_there) = Current::push(home.context)
+            && let answer = repeat()
+            && answer != code::INVALID_VALUE
+        {
+            return Ok(Again::Answered(answer));
+        }
+        Ok(Again::Closed(touched.iter().filter(|home| home.is_ours).map(|home| home.device).collect()))
+    }
+
     /// Whether the memory may be closed to the context in which the copy is made. Otherwise, the driver has refused it for another reason.
     fn is_away_from(&self, touched: &[Home], current: Context) -> bool {
-        let of_stream = if self.stream.is_default() { None } else { Current::push_of_stream(self.stream).ok() };
-        let here = [Some(current), of_stream.map(|current| current.owner())];
-        touched.iter().any(|home| here.into_iter().flatten().any(|context| context != home.context))
+        let is_away_from = |context| touched.iter().any(|home| home.context != context);
+        // Without an answer, the copy itself shows it.
+        let of_stream = || Current::push_of_stream(self.stream).map_or(true, |current| is_away_from(current.owner()));
+        is_away_from(current) || (!self.stream.is_default() && of_stream())
     }
 
     /// A batch, as single copies. What it has copied before it was refused is copied again. `None` in the legacy stream, which CUDA refuses.
@@ -249,21 +281,21 @@ impl CopyCall {
     }
 
     /// Starts copies with a context named for each side. The last one first: if the memory is too small for it, the call is refused, and nothing
-    /// has changed. `None` if the context of a side is gone or ending.
+    /// has changed.
     ///
     /// # Safety
     /// As for the driver's copies.
-    unsafe fn start(&self, memory: &Memory, mut copies: Vec<CopyBetween>, current: Context, are_parts: bool) -> Option<StatusCode> {
+    unsafe fn start(&self, memory: &Memory, mut copies: Vec<CopyBetween>, current: Context, are_parts: bool) -> Result<Again, Failure> {
         // No context ends before the copies are queued.
         let mut kept = Vec::new();
         for side in copies.iter_mut().flat_map(|copy| [&mut copy.from, &mut copy.to]) {
             match side.address().and_then(|address| Home::of(memory, address)) {
                 Some(home) => {
-                    kept.push(home.context.keep().ok()?);
+                    kept.push(home.context.keep()?);
                     side.set_context(home.context);
                 }
                 // Pageable memory in place of a device's: CUDA refuses that whatever the other side is.
-                None if !side.set_context_of_driver(current) => return None,
+                None if !side.set_context_of_driver(current) => return Ok(Again::Refused),
                 None => {}
             }
         }
@@ -271,12 +303,13 @@ impl CopyCall {
             // SAFETY: the caller's promise.
             let answer = unsafe { copy.start(self.stream) };
             if answer != code::SUCCESS {
-                return Some(answer);
+                return Ok(Again::Answered(answer));
             }
         }
         drop(kept);
         let waits = self.waits && (are_parts || copies.iter().any(CopyBetween::touches_the_host));
-        Some(if waits { self.stream.wait().map_or_else(|failure| failure.code, |()| code::SUCCESS) } else { code::SUCCESS })
+        let answer = if waits { self.stream.wait().map_or_else(|failure| failure.code, |()| code::SUCCESS) } else { code::SUCCESS };
+        Ok(Again::Answered(answer))
     }
 }
 
