@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import unittest
+from unittest import mock
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
@@ -39,6 +40,26 @@ sys.stdin.read()
 """
 
 
+class Loop(unittest.TestCase):
+    """An engine of one process."""
+
+    def answer(self, within, is_idle, reset):
+        library = mock.Mock()
+        with mock.patch.object(prefix_cache, "_WITHIN_S", within):
+            request = prefix_cache.Request(library, 7)
+        request.answer(lambda: is_idle, reset)
+        return [call.args for call in library.call.mock_calls]
+
+    def test_a_request_in_time_is_answered_as_the_engine_says(self):
+        self.assertEqual(self.answer(1000, True, lambda: True), [("prefix_cache_answer", 7, 1)])
+        self.assertEqual(self.answer(1000, True, lambda: False), [("prefix_cache_answer", 7, 0)])
+        self.assertEqual(self.answer(1000, False, self.fail), [("prefix_cache_answer", 7, 0)])
+
+    def test_a_request_that_is_too_late_leaves_the_engine_as_idle_as_it_is(self):
+        self.assertEqual(self.answer(-1, True, self.fail), [("prefix_cache_answer", 7, 0), ("prefix_cache_idle", 1)])
+        self.assertEqual(self.answer(-1, False, self.fail), [("prefix_cache_answer", 7, 0)])
+
+
 class Workers(unittest.TestCase):
     def setUp(self):
         self.passed_on = threading.Semaphore(0)
@@ -68,17 +89,26 @@ class Workers(unittest.TestCase):
         worker, heard = self.start(WORKER)
         worker.stdin.write("ask 1\n")
         self.passed_on.acquire()
-        self.workers.answer(lambda: False)
+        self.workers.answer(lambda: True, lambda: False)
         # Its second request overtakes what it says to the first answer.
         worker.stdin.write("ask 2\n")
         self.passed_on.acquire()
-        end = self.ends(lambda: self.workers.answer(lambda: True))
+        end = self.ends(lambda: self.workers.answer(lambda: True, lambda: True))
         support.eventually("it is told", lambda: "reset 2\n" in heard)
         worker.stdin.write("done 1\nask 3\n")
         support.eventually("the loop waits for the second answer", lambda: {"reset 3\n", "kept 3\n"} & {*heard})
         worker.stdin.write("done 2\ndone 3\n")
         end()
         self.assertEqual(heard[:3], ["busy\n", "kept 1\n", "reset 2\n"])
+
+    def test_a_request_that_is_too_late_leaves_the_engine_as_idle_as_it_is(self):
+        for is_idle, told in ((True, ["busy\n", "idle\n"]), (False, ["busy\n"])):
+            worker, heard = self.start(WORKER)
+            with mock.patch.object(prefix_cache, "_WITHIN_S", -1):
+                worker.stdin.write("ask 1\n")
+                self.passed_on.acquire()
+                self.workers.answer(lambda is_idle=is_idle: is_idle, lambda: self.fail("it is of no use any more"))
+            support.eventually("it is told", lambda heard=heard, told=told: heard == told)
 
     def test_a_worker_that_reads_nothing_does_not_hold_up_the_loop(self):
         self.start(DEAF)
@@ -89,7 +119,7 @@ class Workers(unittest.TestCase):
     def test_a_worker_that_has_ended_is_not_waited_for_though_its_child_has_its_connection(self):
         worker, _ = self.start(DEAF)
         self.passed_on.acquire()
-        end = self.ends(lambda: self.workers.answer(lambda: True))
+        end = self.ends(lambda: self.workers.answer(lambda: True, lambda: True))
         worker.kill()
         end()
 

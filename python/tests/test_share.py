@@ -27,8 +27,8 @@ WEIGHTS, CACHE = 16, 72
 class Engines(unittest.TestCase):
     #: MiB of the GPU.
     GPU = 112
-    #: Room on the host for the contents of a process: for weights, not for a KV cache.
-    HOST_CAP = "64M"
+    #: Room on the host for the contents of a process: for weights, not for a layer of a KV cache.
+    HOST_CAP = "32M"
     #: However busy the machine is.
     OPTIONS = ("--wait", "600")
     NAMES = ("one", "two", "three")

@@ -82,6 +82,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "prefix_cache_wait": (_pointer(ctypes.c_uint64),),
     "prefix_cache_answer": (ctypes.c_uint64, ctypes.c_int32),
     "prefix_cache_idle": (ctypes.c_int32,),
+    "cache_unused_begin": (_pointer(ctypes.c_int32),),
+    "cache_unused_end": (),
     "set_watch": (ctypes.c_uint64, ctypes.c_int32),
 }
 

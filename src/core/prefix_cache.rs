@@ -7,14 +7,21 @@
 //! What is in the KV cache is worth nothing from a reset until the next call that starts device work: only such a call can put anything there, and
 //! a request that the engine accepts meanwhile is computed by such calls. So a pause that has closed the gate knows whether it must keep the contents
 //! (`is_reset`), whatever has happened since the reset, and for each process of a job by itself.
+//!
+//! The same goes for the KV cache of an engine that starts ([`begin_unused`]): nothing describes any of it, and it is filled with zeros, as discarded memory
+//! is when it is back. Else engines that start at the same moment would each need host memory for all that the others have of theirs.
 
 use crate::gate;
+use crate::memory::Memory;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_config::{Config, IdleCache};
 use vramctl_host::{PerProcess, Unpoison, exit};
 use vramctl_model::Error;
+
+/// The tag of an engine's KV cache.
+pub(crate) const KV_CACHE: &str = "kv_cache";
 
 /// How long the engine's loop may take to answer.
 const WITHIN: Duration = Duration::from_millis(200);
@@ -30,6 +37,8 @@ struct State {
     is_served: bool,
     /// The engine has no requests, as its loop has said last.
     is_idle: bool,
+    /// There is a KV cache, or is going to be, that no request has used.
+    is_unused: bool,
     /// The number of the last request.
     last: u64,
     ask: Ask,
@@ -64,13 +73,13 @@ fn lock() -> MutexGuard<'static, State> {
 pub(crate) fn may_be_reset() -> bool {
     DESK.existing().is_some() && {
         let state = lock();
-        state.is_served && (gate::is_still() || state.is_idle && !gate::is_held())
+        state.is_unused || state.is_served && (gate::is_still() || state.is_idle && !gate::is_held())
     }
 }
 
-/// Whether the prefix cache was reset and no call has passed since. Sure while the gate is closed and nobody is inside.
+/// Whether the prefix cache was reset and no call has passed since, or no request has come yet. Sure while the gate is closed and nobody is inside.
 pub(crate) fn is_reset() -> bool {
-    gate::is_still()
+    gate::is_still() || DESK.existing().is_some() && lock().is_unused
 }
 
 /// Has the engine reset its prefix cache, if there is an idle one that does that. An error if it does not after all: a request has come, say.
@@ -152,6 +161,20 @@ pub fn answer(number: u64, is_reset: bool) {
 /// For the engine's loop: whether it has no requests now.
 pub fn set_idle(is_idle: bool) {
     lock().is_idle = is_idle;
+}
+
+/// An engine is about to allocate its KV cache, filled with zeros. Returns whether that counts: not if there is one, of which something may be
+/// described.
+pub fn begin_unused() -> bool {
+    let is_there = || Memory::existing().is_some_and(|memory| memory.registry.all().iter().any(|allocation| &*allocation.tag == KV_CACHE));
+    let counts = !is_there();
+    lock().is_unused |= counts;
+    counts
+}
+
+/// It is about to use its KV cache for a request.
+pub fn end_unused() {
+    lock().is_unused = false;
 }
 
 /// Whether the program shares its GPUs or may be saved, and lets its engine's cache go.

@@ -480,6 +480,35 @@ pub extern "C" fn vramctl_prefix_cache_idle(is_idle: i32) -> VramctlResult {
     })
 }
 
+/// For an inference engine that is about to allocate its KV cache (tag `kv_cache`), and to fill it with zeros: until `vramctl_cache_unused_end`, whatever
+/// is written there is worth nothing, because there has been no request. So others get its memory without a copy
+/// (`vramctl run --share`), a save does not write it (`--image`), and it is zero when it is back. Writes to `counts` whether that is so: 0 if there is
+/// memory of that tag already, which may be another engine's. `VRAMCTL_RESULT_INVALID` as for `vramctl_prefix_cache_idle`.
+///
+/// # Safety
+/// `counts` must be writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_cache_unused_begin(counts: *mut i32) -> VramctlResult {
+    answer(|| {
+        if counts.is_null() {
+            return Err(Error::Invalid("`counts` is null".into()));
+        }
+        wants_prefix_cache()?;
+        // SAFETY: the caller's promise.
+        unsafe { counts.write(i32::from(prefix_cache::begin_unused())) };
+        Ok(())
+    })
+}
+
+/// For an inference engine that is about to use its KV cache for its first request: from then on it is worth something.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramctl_cache_unused_end() -> VramctlResult {
+    answer(|| {
+        prefix_cache::end_unused();
+        Ok(())
+    })
+}
+
 fn truth(name: &str, value: i32) -> Result<bool, Error> {
     match value {
         0 | 1 => Ok(value == 1),

@@ -41,8 +41,8 @@ _is_idle = False
 
 def _start_anew() -> None:
     """In a forked child, which does not have the thread."""
-    global _is_served, _is_idle, _has_listened, _workers
-    _is_served = _is_idle = _has_listened = False
+    global _is_served, _is_idle, _has_loop, _is_unused, _has_listened, _workers
+    _is_served = _is_idle = _has_loop = _is_unused = _has_listened = False
     _workers = None
 
 
@@ -56,16 +56,57 @@ class Request:
         self._library, self._number = library, number
         self._until = time.monotonic() + _WITHIN_S
 
-    def answer(self, reset: Callable[[], object]) -> None:
-        """On the engine's loop: resets the prefix cache if that can still be of use. Then waits until the program is held, at most 0.2 s.
+    def answer(self, is_idle: Callable[[], bool], reset: Callable[[], object]) -> None:
+        """On the engine's loop: resets the prefix cache if the engine is idle and that can still be of use. Then waits until the program is held, at
+        most 0.2 s.
 
         `reset` returns whether it did. Whoever asks has the answer also if it raises.
         """
-        is_reset = False
+        is_late, is_reset = time.monotonic() >= self._until, False
         try:
-            is_reset = time.monotonic() < self._until and bool(reset())
+            is_reset = not is_late and is_idle() and bool(reset())
         finally:
             self._library.call("prefix_cache_answer", self._number, int(is_reset))
+        if is_late and is_idle():
+            # It may be asked again: the loop says no more by itself before it has had a request.
+            self._library.call("prefix_cache_idle", 1)
+
+
+#: The engine's loop is in this process, or will be.
+_has_loop = False
+#: The KV cache is there, or about to be, and no request has used it.
+_is_unused = False
+
+
+def note_loop() -> None:
+    """An engine begins whose loop is in this process."""
+    global _has_loop
+    _has_loop = True
+
+
+@contextlib.contextmanager
+def unused() -> Iterator[None]:
+    """Around the allocation of an engine's KV cache, which is filled with zeros. Until `end_unused` it is worth nothing; in a process without the loop,
+    which cannot know when the first request comes, until it is there."""
+    global _is_unused
+    library, counts = _library.find(), ctypes.c_int32()
+    if library is not None and library.has("cache_unused_begin"):
+        with contextlib.suppress(errors.Invalid):
+            library.call("cache_unused_begin", ctypes.byref(counts))
+    _is_unused = _is_unused or bool(counts.value)
+    try:
+        yield
+    finally:
+        if not _has_loop:
+            end_unused()
+
+
+def end_unused() -> None:
+    """The engine is about to use its KV cache for a request, or nobody knows when it does. Idempotent."""
+    global _is_unused
+    if _is_unused:
+        _library.get().call("cache_unused_end")
+        _is_unused = False
 
 
 def is_wanted() -> bool:
@@ -155,8 +196,8 @@ class Workers:
                 for connection in self._connections:
                     _send(connection, self._standing())
 
-    def answer(self, reset: Callable[[], object]) -> None:
-        """On the engine's loop: resets the prefix cache if a worker has asked for it and that can still be of use. Then waits until each
+    def answer(self, is_idle: Callable[[], bool], reset: Callable[[], object]) -> None:
+        """On the engine's loop: resets the prefix cache if the engine is idle, a worker has asked for it and that can still be of use. Then waits until each
         worker that has asked is held, or has waited for that, at most 0.2 s: meanwhile nothing is sent to any worker that could come between its reset and what
         its library sees from then on."""
         asked: dict[socket.socket, str] = {}
@@ -165,11 +206,14 @@ class Workers:
                 when, connection, word, number = self._told.get_nowait()
                 if word == "ask" and time.monotonic() < when + _WITHIN_S:
                     asked[connection] = number
+                elif word == "ask" and is_idle():
+                    # Too late. It may be asked again: the loop says no more by itself before it has had a request.
+                    _send(connection, "idle")
         if not asked:
             return
         is_reset = False
         try:
-            is_reset = bool(reset())
+            is_reset = is_idle() and bool(reset())
         finally:
             # The others' caches are worth nothing either: of a job that is held, they may be the next to go, and cannot be asked any more.
             told = {**dict.fromkeys(self._there(), _UNASKED), **asked} if is_reset else asked

@@ -154,7 +154,8 @@ def _on_idle(original: engines.Function, scheduler: Any) -> Any:
         prefix_cache.serve(_asked.append)
         prefix_cache.set_idle(True)
         while _asked:
-            _asked.popleft().answer(lambda: scheduler.flush_cache(empty_cache=False))
+            # It is idle here, or the flush says that it is not.
+            _asked.popleft().answer(lambda: True, lambda: scheduler.flush_cache(empty_cache=False))
     return done
 
 

@@ -62,6 +62,12 @@ INPUT = Hook(
     places=(Place(f"{_CORE}:EngineCoreProc._handle_client_request", "0.24"),),
     without="an idle engine's KV cache is kept when the engine gives way or is saved",
 )
+START = Hook(
+    what="tells that the engine's loop is in this process (`vramctl run --share`, `--image`)",
+    through=engines.BY_NAME,
+    places=(Place(f"{_CORE}:EngineCoreProc.__init__", "0.24"),),
+    without="the KV cache of an engine that starts is kept when the engine gives way or is saved",
+)
 LOOP = Hook(
     what="tells whether the engine has requests (`vramctl run --share`, `--image`)",
     through=engines.BY_NAME,
@@ -93,7 +99,7 @@ SETTINGS = Hook(
     ),
     without="all memory keeps the process's tag",
 )
-HOOKS = (PLUGIN, BACKEND, ALLOCATOR, WEIGHTS, KV_CACHE, INPUT, LOOP, RESET, SETTINGS)
+HOOKS = (PLUGIN, BACKEND, ALLOCATOR, WEIGHTS, KV_CACHE, START, INPUT, LOOP, RESET, SETTINGS)
 
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger("vllm.vramctl")
@@ -110,7 +116,7 @@ def install() -> None:
     when_imported(BACKENDS, _register_backend)
     when_imported(CUMEM, _replace_allocator)
     resets = prefix_cache.is_wanted()
-    hooks = tuple(hook for hook in HOOKS if resets or hook not in (INPUT, LOOP))
+    hooks = tuple(hook for hook in HOOKS if resets or hook not in (START, INPUT, LOOP))
     engines.wrap_when_imported(engines.present(importlib.import_module("vllm"), hooks))
     engines.tag_expert_buffers()
 
@@ -187,7 +193,9 @@ def _allocate_kv_cache(original: engines.Function, *arguments: Any, **keywords: 
         return original(*arguments, **keywords)
     # Where a connector's pool is, ours would take its place inside; and what is handed over to other machines stays with CUDA.
     region = engines.thread_region(None) if _connector_has_pool() else engines.tagged("kv_cache")
-    with engines.if_possible(region):
+    # What a connector does with it before the first request is not known.
+    unused = prefix_cache.unused() if _connector() is None else contextlib.nullcontext()
+    with engines.if_possible(region), unused:
         return original(*arguments, **keywords)
 
 
@@ -210,17 +218,27 @@ def _workers_of(config: Any) -> int:
     return getattr(config.parallel_config, "world_size", 1)
 
 
+@engines.around(START)
+def _start(original: engines.Function, *arguments: Any, **keywords: Any) -> Any:
+    """Loads the weights and allocates the KV cache, unless workers in other processes do."""
+    prefix_cache.note_loop()
+    return original(*arguments, **keywords)
+
+
 @engines.around(LOOP)
 def _process_input_queue(original: engines.Function, engine: Any) -> Any:
     """vLLM calls this before each step. It returns when there is something to do."""
     set_idle = _served(engine)
     if set_idle is None:
+        prefix_cache.end_unused()
         return original(engine)
     set_idle(not engine.has_work())
     try:
         return original(engine)
     finally:
         set_idle(False)
+        if engine.has_work():
+            prefix_cache.end_unused()
 
 
 def _served(engine: Any) -> Callable[[bool], None] | None:
@@ -242,7 +260,7 @@ def _served(engine: Any) -> Callable[[bool], None] | None:
 @engines.around(INPUT)
 def _handle_client_request(original: engines.Function, engine: Any, kind: Any, request: Any) -> Any:
     if isinstance(kind, (prefix_cache.Request, prefix_cache.Workers)):
-        return kind.answer(lambda: not engine.has_work() and engine.reset_prefix_cache())
+        return kind.answer(lambda: not engine.has_work(), engine.reset_prefix_cache)
     return original(engine, kind, request)
 
 

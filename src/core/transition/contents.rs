@@ -2,6 +2,7 @@
 
 use super::Pause;
 use crate::memory::Allocation;
+use crate::prefix_cache::KV_CACHE;
 use crate::{engine, prefix_cache};
 use std::ops::Range;
 use vramctl_backup as backup;
@@ -18,8 +19,6 @@ pub(super) fn policy_for(pause: &Pause, allocation: &Allocation) -> Policy {
     let is_described = policy == Policy::Discard && pause.request.amounts.is_some() && pause.engine.is_some();
     if is_described && may_hold_cache(&allocation.tag) { Policy::Host } else { policy }
 }
-
-const KV_CACHE: &str = "kv_cache";
 
 /// Whether the engine has reset the prefix cache that described this, and the pause relies on it. A pause that has closed the gate knows that for
 /// sure.

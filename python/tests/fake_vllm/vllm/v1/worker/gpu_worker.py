@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch.cuda.memory import runtime
-from vllm.v1.worker.utils import allocate_kv_cache
+from vllm.v1.worker.utils import LAYER, allocate_kv_cache
 
 # Nothing is captured.
 torch.cuda.CUDAGraph.capture_begin = torch.cuda.CUDAGraph.capture_end = lambda self: None
@@ -26,15 +26,19 @@ class Worker:
     def initialize_cache(self, size: int) -> None:
         with self._maybe_get_memory_pool_context(tag="kv_cache"):
             self.cache = allocate_kv_cache(size, "cuda", None)
+        assert not any(any(layer.tobytes()) for layer in self.cache), "the KV cache is not zero"
+
+    def address(self, offset: int) -> int:
+        return self.cache[offset // LAYER].data_ptr() + offset % LAYER
 
     def prefill(self, offset: int, state: bytes) -> None:
-        runtime().write(self.cache.data_ptr() + offset, state)
+        runtime().write(self.address(offset), state)
 
     def copy(self, into: int, offset: int) -> None:
         self.prefill(into, self.read(offset))
 
     def read(self, offset: int) -> bytes:
-        return runtime().read(self.cache.data_ptr() + offset, 4)
+        return runtime().read(self.address(offset), 4)
 
     def contents(self) -> bytes:
         return self.weights.tobytes()
