@@ -326,6 +326,17 @@ VramctlResult vramctl_prefix_cache_answer(uint64_t number,
 // so nobody will ask.
 VramctlResult vramctl_prefix_cache_idle(int32_t is_idle);
 
+// For an inference engine that is about to allocate its KV cache (tag `kv_cache`), and to fill it with zeros: until
+// `vramctl_cache_unused_end`, whatever is written there is worth nothing, because there has been no request. So others get its memory without
+// a copy (`vramctl run --share`), a save does not write it (`--image`), and it is zero when it is back. Writes to `counts` whether that is
+// so: 0 if there is memory of that tag already, which may be another engine's. `VRAMCTL_RESULT_INVALID` as for `vramctl_prefix_cache_idle`.
+//
+// `counts` must be writable.
+VramctlResult vramctl_cache_unused_begin(int32_t *counts);
+
+// For an inference engine that is about to use its KV cache for its first request: from then on it is worth something.
+VramctlResult vramctl_cache_unused_end(void);
+
 // Has the program's own allocator return cached memory to CUDA, and waits for that. Must not be called from the thread that calls
 // `vramctl_cache_wait`, which does the work. `vramctl_last_report_json` then has the fields of the control protocol's `trimmed` reply
 // (`docs/protocol.md`).

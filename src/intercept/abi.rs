@@ -480,10 +480,10 @@ pub extern "C" fn vramctl_prefix_cache_idle(is_idle: i32) -> VramctlResult {
     })
 }
 
-/// For an inference engine that is about to allocate its KV cache (tag `kv_cache`), and to fill it with zeros: until `vramctl_cache_unused_end`, whatever
-/// is written there is worth nothing, because there has been no request. So others get its memory without a copy
-/// (`vramctl run --share`), a save does not write it (`--image`), and it is zero when it is back. Writes to `counts` whether that is so: 0 if there is
-/// memory of that tag already, which may be another engine's. `VRAMCTL_RESULT_INVALID` as for `vramctl_prefix_cache_idle`.
+/// For an inference engine that is about to allocate its KV cache (tag `kv_cache`), and to fill it with zeros: until
+/// `vramctl_cache_unused_end`, whatever is written there is worth nothing, because there has been no request. So others get its memory without
+/// a copy (`vramctl run --share`), a save does not write it (`--image`), and it is zero when it is back. Writes to `counts` whether that is
+/// so: 0 if there is memory of that tag already, which may be another engine's. `VRAMCTL_RESULT_INVALID` as for `vramctl_prefix_cache_idle`.
 ///
 /// # Safety
 /// `counts` must be writable.

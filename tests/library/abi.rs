@@ -149,6 +149,15 @@ fn a_pool_of_torchs_is_entered_and_left() {
     assert_eq!(vramctl_note_torch_pool(7), Kind::Invalid);
 }
 
+/// The Python package goes by this. Engines' stand-ins (`python/tests/test_share.py`) show the rest.
+#[test]
+fn nobody_asks_for_a_cache_where_nothing_is_shared() {
+    let mut counts = 7;
+    assert_eq!(unsafe { vramctl_cache_unused_begin(&raw mut counts) }, Kind::Invalid);
+    assert_eq!(unsafe { vramctl_cache_unused_begin(ptr::null_mut()) }, Kind::Invalid);
+    assert_eq!((counts, vramctl_cache_unused_end()), (7, VramctlResult::OK));
+}
+
 /// `vramctl pause` decides by this name what it refuses to discard.
 #[test]
 fn a_process_announces_its_engine() {
