@@ -28,12 +28,14 @@ class Engines(unittest.TestCase):
     #: MiB of the GPU.
     GPU = 112
     #: Room on the host for the contents of a process: for weights, not for a layer of a KV cache.
-    HOST_CAP = "32M"
+    HOST_CAP = "64M"
     #: However busy the machine is.
     OPTIONS = ("--wait", "600")
     NAMES = ("one", "two", "three")
     #: Of each engine.
     WORKERS = 1
+    #: MiB of a layer of the KV cache.
+    LAYER = 72
 
     @classmethod
     def setUpClass(cls):
@@ -41,6 +43,7 @@ class Engines(unittest.TestCase):
         cls.addClassCleanup(folder.cleanup)
         without = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
         more = {"PYTHONPATH": str(support.ROOT / "python"), "SIMGPU_DIR": folder.name, "SIMGPU_MEMORY": f"{cls.GPU}M"}
+        more["FAKE_VLLM_LAYER_MIB"] = str(cls.LAYER)
         more["VRAMCTL_DIR"] = str(pathlib.Path(folder.name) / "sockets")
         cls.environment = {**without, **more}
         cls.ports = support.free_ports(len(cls.NAMES))
@@ -168,6 +171,15 @@ class Sharing(Engines):
                 )
             self.assertEqual(self.counts(0)["hits"], hits + 1, "nothing has reset it")
             asked.result()
+
+
+class Starting(Engines):
+    """The host has room for an engine's weights and one layer, and each engine begins with its cache while others are in the middle of theirs."""
+
+    LAYER = 24
+
+    def test_all_serve(self):
+        self.assertEqual([self.serves(port) for port in self.ports], [True] * 3)
 
 
 class Busy(Engines):

@@ -206,9 +206,8 @@ class Workers:
                 when, connection, word, number = self._told.get_nowait()
                 if word == "ask" and time.monotonic() < when + _WITHIN_S:
                     asked[connection] = number
-                elif word == "ask" and is_idle():
-                    # Too late. It may be asked again: the loop says no more by itself before it has had a request.
-                    _send(connection, "idle")
+                elif word == "ask":
+                    self._tell_idle(connection, is_idle)
         if not asked:
             return
         is_reset = False
@@ -232,8 +231,15 @@ class Workers:
                 parked.pop(connection, None)
             elif word == "ask" and when >= until:
                 _send(connection, f"kept {number}")
+                self._tell_idle(connection, is_idle)
             elif word == "ask" and _send(connection, f"reset {number}"):
                 parked[connection] = number
+
+    def _tell_idle(self, connection: socket.socket, is_idle: Callable[[], bool]) -> None:
+        """After a request that came to nothing, and not because the engine has requests: a worker whose loop does not answer counts as busy until that
+        says otherwise, which it does by itself only after it has had a request."""
+        if is_idle():
+            _send(connection, "idle")
 
     def _there(self) -> dict[socket.socket, int]:
         with self._lock:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
-#: Bytes of a layer, which is a tensor of its own. Torch takes smaller ones from segments of 20 MiB.
-LAYER = 24 << 20
+#: Bytes of a layer, which is a tensor of its own.
+LAYER = int(os.environ.get("FAKE_VLLM_LAYER_MIB", "72")) << 20
 
 
 def allocate_kv_cache(kv_cache_config: int, device: str, layout: Any, kernel_block_sizes: Any = None) -> list[torch.Tensor]:
