@@ -78,6 +78,17 @@ class Engines(unittest.TestCase):
         """Its answer is that of an engine alone."""
         self.assertEqual(self.ask(which, prompt, tokens), server.tokens(self.NAMES[which], WEIGHTS, prompt, tokens))
 
+    def check_turns(self):
+        """Each has a turn three times, and answers as if alone. None but the one in place has anything in its cache."""
+        for turn in range(3):
+            for which in range(len(self.NAMES)):
+                with self.subTest(turn=turn, which=which):
+                    hits = self.counts(which)["hits"]
+                    self.check(which)
+                    self.assertEqual(self.counts(which)["hits"], hits, "its cache was reset when it left")
+                    self.check(which)
+                    self.assertEqual(self.counts(which)["hits"], hits + 1, "and serves as long as it is there")
+
     def counts(self, which):
         """How many requests hit its prefix cache, how often that was reset, and how many requests run."""
         with self.request(which, "/") as answer:
@@ -117,14 +128,7 @@ class Sharing(Engines):
     """Three engines of 88 MiB on a GPU of 112 MiB. Their weights are kept, and their KV caches have no place anywhere else."""
 
     def test_each_answers_as_if_alone_whoever_has_the_gpu(self):
-        for turn in range(3):
-            for which in (0, 1, 2):
-                with self.subTest(turn=turn, which=which):
-                    hits = self.counts(which)["hits"]
-                    self.check(which)
-                    self.assertEqual(self.counts(which)["hits"], hits, "its cache was reset when it left")
-                    self.check(which)
-                    self.assertEqual(self.counts(which)["hits"], hits + 1, "and serves as long as it is there")
+        self.check_turns()
         for which in (0, 1, 2):
             pauses = self.pauses(which)
             self.assertGreaterEqual(pauses["discarded_bytes"], 2 * CACHE * support.MIB)
@@ -217,14 +221,7 @@ class Parallel(Engines):
     def test_all_workers_give_up_the_cache(self):
         # Whoever was served last by the other test is in place.
         self.check(1)
-        for turn in range(3):
-            for which in (0, 1):
-                with self.subTest(turn=turn, which=which):
-                    hits = self.counts(which)["hits"]
-                    self.check(which)
-                    self.assertEqual(self.counts(which)["hits"], hits, "its cache was reset when it left")
-                    self.check(which)
-                    self.assertEqual(self.counts(which)["hits"], hits + 1, "and serves as long as it is there")
+        self.check_turns()
         found = [one for one in self.vramctl("status")["processes"] if one["name"] == self.NAMES[0]]
         discarded = [one["totals"]["pause"]["discarded_bytes"] for one in found if "pause" in one["totals"]]
         self.assertEqual(len([bytes for bytes in discarded if bytes >= 2 * CACHE * support.MIB]), 2, discarded)
