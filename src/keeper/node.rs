@@ -33,7 +33,8 @@ use vramctl_scheduler::{
 const BEAT: Duration = Duration::from_secs(2);
 /// How often to look at the GPUs and members while somebody waits.
 const LOOK: Duration = Duration::from_millis(250);
-/// How often to look at the GPUs while nobody waits: programs that do not share come and go, and members size themselves by what these leave.
+/// How often to look at the GPUs while nobody waits: programs that do not share come and go, and members size themselves by what these
+/// leave.
 const LOOK_AT_REST: Duration = Duration::from_secs(6);
 /// How long the members that are there at the beginning may take to say how they are.
 const FIRST_WORDS_WITHIN: Duration = Duration::from_secs(2);
@@ -358,8 +359,8 @@ impl Node {
         self.moving.values().any(|programs| programs.contains(&program))
     }
 
-    /// Looks at the GPUs and at all members, but not at the memory of those that move, of those that a person resumes into the room that they were granted, nor
-    /// of the one `without` which this is.
+    /// Looks at the GPUs and at all members, but not at the memory of those that move, of those that a person resumes into the room that
+    /// they were granted, nor of the one `without` which this is.
     fn look_again(&mut self, without: Option<u32>) {
         self.gpus.look();
         self.ask_all();
@@ -558,8 +559,8 @@ impl Node {
         }
     }
 
-    /// Copies of what is on a GPU are cache: they go where the host has no room for contents that leave. Not those of the programs that leave, whose
-    /// contents need no copy, as long as these are right.
+    /// Copies of what is on a GPU are cache: they go where the host has no room for contents that leave. Not those of the programs that
+    /// leave, whose contents need no copy, as long as these are right.
     fn drop_copies(&mut self, leaving: &BTreeSet<ProgramId>) {
         for member in self.members.values_mut().filter(|member| !leaving.contains(&member.program)) {
             member.line.order(Order::DropCopies);

@@ -43,8 +43,8 @@ pub struct Leave {
     pub gang: GangId,
     /// Its programs: all are held, also those of which nothing is taken.
     pub programs: Vec<ProgramId>,
-    /// The allocations to take: any of this class and size. If a class has changed, as many bytes, the cheapest first, with no more contents; if there
-    /// are not as many, the change fails.
+    /// The allocations to take: any of this class and size. If a class has changed, as many bytes, the cheapest first, with no more
+    /// contents; if there are not as many, the change fails.
     pub taken: BTreeMap<(ProgramId, GpuId), Holdings>,
     /// Why this one.
     pub why: Why,

@@ -44,7 +44,8 @@ pub struct Asked {
     pub granted: bool,
 }
 
-/// All about a program: when it begins, and when a new scheduler asks. Times are durations, so that they mean the same to the next scheduler.
+/// All about a program: when it begins, and when a new scheduler asks. Times are durations, so that they mean the same to the next
+/// scheduler.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(clippy::struct_excessive_bools)] // independent
 pub struct Report {

@@ -98,8 +98,8 @@ impl State {
         programs.filter(|(_, one)| job.is_some() && one.job == job).map(|(&id, _)| id).collect()
     }
 
-    /// Its memory is free, and its promises are void. Its change goes on, and tells when it ends: until then, what it was to give there is promised to
-    /// whoever comes, who may have it by now.
+    /// Its memory is free, and its promises are void. Its change goes on, and tells when it ends: until then, what it was to give there is
+    /// promised to whoever comes, who may have it by now.
     fn leave(&mut self, program: ProgramId) {
         let Some(id) = self.gang_of.remove(&program) else { return };
         for Underway { change, promised, .. } in self.changes.values_mut() {
@@ -263,8 +263,8 @@ impl Program {
 }
 
 impl Gang {
-    /// The turn that follows a change pays for it: it lasts at least `k` times as long, unless the change took much longer than those before. A gang
-    /// that asks for more in its turn gets as much longer.
+    /// The turn that follows a change pays for it: it lasts at least `k` times as long, unless the change took much longer than those
+    /// before. A gang that asks for more in its turn gets as much longer.
     fn begin_turn(&mut self, underway: &Underway, arrived: bool, policy: &Policy, now: Duration) {
         let took = now.saturating_sub(underway.began);
         let pace = |one: &mut Program| if arrived { &mut one.paces.coming } else { &mut one.paces.growing }.cost(took, underway.expected);

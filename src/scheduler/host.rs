@@ -21,8 +21,8 @@ impl State {
         away + self.changes.values().map(|underway| underway.contents.0).sum::<u64>()
     }
 
-    /// What may leave beside `contents` that are away and contents of `coming` bytes that come in: if the host holds both, if they pass each other, and with files. The first that
-    /// suffices is the best, and each is larger than those before.
+    /// What may leave beside `contents` that are away and contents of `coming` bytes that come in: if the host holds both, if they pass
+    /// each other, and with files. The first that suffices is the best, and each is larger than those before.
     pub(crate) fn budgets(&self, contents: u64, coming: u64) -> Vec<Budget> {
         let room = self.host.room;
         let both = room + self.host.files;

@@ -93,8 +93,8 @@ impl Holdings {
         }
     }
 
-    /// The cheapest whole allocations of at least `missing` bytes in total, or as near as there are, with at most `contents` bytes of contents.
-    /// The total exceeds `missing` by less than one allocation.
+    /// The cheapest whole allocations of at least `missing` bytes in total, or as near as there are, with at most `contents` bytes of
+    /// contents. The total exceeds `missing` by less than one allocation.
     #[must_use]
     pub fn cheapest(&self, missing: u64, contents: u64) -> Self {
         let (mut taken, mut missing, mut contents) = (Self::default(), missing, contents);

@@ -1,12 +1,13 @@
 //! Who is served first.
 //!
-//! Gangs with a blocked rank come first: what they have is of no use until they go on, and they cannot give way. Then the priority decides, then
-//! whether a gang is in its turn, then the time that it has been waiting. A gang that asks for more in its turn goes before older waiters because its
-//! turn would be of no use otherwise: of two engines that start together, each would lose its place to the other at each allocation.
+//! Gangs with a blocked rank come first: what they have is of no use until they go on, and they cannot give way. Then the priority decides,
+//! then whether a gang is in its turn, then the time that it has been waiting. A gang that asks for more in its turn goes before older
+//! waiters because its turn would be of no use otherwise: of two engines that start together, each would lose its place to the other at
+//! each allocation.
 //!
-//! A waiter of a lower priority rises to the highest once it has waited for so long that a slice is `low_percent` of the time; on each GPU one at a time
-//! (of those that somebody can serve), and the next after the turn of the last has become `low_percent` of the time, too. Else a hundred trainers of a low priority would get a
-//! hundred turns for one of an engine.
+//! A waiter of a lower priority rises to the highest once it has waited for so long that a slice is `low_percent` of the time; on each GPU
+//! one at a time (of those that somebody can serve), and the next after the turn of the last has become `low_percent` of the time, too.
+//! Else a hundred trainers of a low priority would get a hundred turns for one of an engine.
 
 use crate::ids::{GangId, GpuId, Priority};
 use crate::memory::PerGpu;

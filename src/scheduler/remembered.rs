@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// What the next scheduler wants to know of a program beside what the program knows itself. The caller leaves it with the program, and gives it back
-/// in the program's [`crate::Report`].
+/// What the next scheduler wants to know of a program beside what the program knows itself. The caller leaves it with the program, and
+/// gives it back in the program's [`crate::Report`].
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Remembered {
     /// Whether the scheduler's pause holds it.
@@ -50,8 +50,8 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// What a change counts as that took so long: a figure counts once two of three changes have it. The first that leaves for memory of the host
-    /// that nobody has touched takes 7 times as long as the next.
+    /// What a change counts as that took so long: a figure counts once two of three changes have it. The first that leaves for memory of
+    /// the host that nobody has touched takes 7 times as long as the next.
     pub fn cost(&mut self, took: Duration, expected: Duration) -> Duration {
         let percent = took.as_nanos() * 100 / expected.as_nanos().max(1);
         let percent = u64::try_from(percent).unwrap_or(u64::MAX);

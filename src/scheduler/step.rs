@@ -137,8 +137,9 @@ impl State {
         }
     }
 
-    /// Serves the waiters, or notes why they still wait. Returns the first request that has to fail, if there is one: what can never be had, or what
-    /// nobody could give for too long. The caller begins again without it, since it may have kept its program from giving way to those before it.
+    /// Serves the waiters, or notes why they still wait. Returns the first request that has to fail, if there is one: what can never be
+    /// had, or what nobody could give for too long. The caller begins again without it, since it may have kept its program from giving way
+    /// to those before it.
     fn serve_all(&mut self, round: &mut Round) -> Option<(ProgramId, AskId, Refusal)> {
         let waiters = self.waiters();
         let refused = waiters.iter().find_map(|waiter| self.impossible(waiter));

@@ -14,7 +14,8 @@ use std::time::Duration;
 pub(crate) struct Needs {
     /// Bytes by GPU.
     pub bytes: PerGpu,
-    /// For a gang of several parts: by how many bytes it and the others of that kind in place may outgrow a GPU. So many must not run beside it.
+    /// For a gang of several parts: by how many bytes it and the others of that kind in place may outgrow a GPU. So many must not run
+    /// beside it.
     pub rivals: PerGpu,
 }
 
@@ -104,7 +105,8 @@ impl State {
 
     /// Chooses of the candidates, in their order, those that are needed, and of their memory what is missing. `None` if all do not suffice.
     pub(crate) fn cover(&self, needs: &Needs, candidates: &[(GangId, Why)], budget: Budget) -> Option<Vec<Leave>> {
-        // If there is no place for the contents of the first, all give first what has none: a GPU may need the place that another can do without.
+        // If there is no place for the contents of the first, all give first what has none: a GPU may need the place that another can do
+        // without.
         [&[budget.0][..], &[0, budget.0]].into_iter().find_map(|budgets| self.choose(needs, candidates, budgets))
     }
 
@@ -269,8 +271,8 @@ impl Gang {
         self.programs.values().filter(|program| !program.held).map(known).max().unwrap_or_default()
     }
 
-    /// Whether it is of several parts, which run or are about to, and one of them is on the GPU. Jobs that wait for their first memory do not keep
-    /// each other from it.
+    /// Whether it is of several parts, which run or are about to, and one of them is on the GPU. Jobs that wait for their first memory do
+    /// not keep each other from it.
     pub fn runs_on(&self, gpu: GpuId) -> bool {
         let has_something = |program: &Program| {
             program.memory.get(&gpu).is_some_and(|memory| memory.own() > 0)
@@ -293,8 +295,8 @@ impl Gang {
         all
     }
 
-    /// Takes the cheapest of its allocations that give so many bytes by GPU, beside those that are taken, with at most `budget` bytes of contents.
-    /// Returns what they give.
+    /// Takes the cheapest of its allocations that give so many bytes by GPU, beside those that are taken, with at most `budget` bytes of
+    /// contents. Returns what they give.
     fn take_cheapest(&self, bytes: &PerGpu, budget: &mut u64, taken: &mut BTreeMap<(ProgramId, GpuId), Holdings>) -> PerGpu {
         let mut gives = PerGpu::new();
         for (&gpu, &bytes) in bytes {

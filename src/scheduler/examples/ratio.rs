@@ -2,8 +2,9 @@
 //!
 //!     cargo run --release -p vramctl-scheduler --example ratio
 //!
-//! Programs of up to four on one GPU, each with a script of pauses and work: the sum of the times from the end of a pause to the end of its work,
-//! against the least that an exhaustive search finds, which knows all scripts. And always busy programs, against a GPU that never waits.
+//! Programs of up to four on one GPU, each with a script of pauses and work: the sum of the times from the end of a pause to the end of its
+//! work, against the least that an exhaustive search finds, which knows all scripts. And always busy programs, against a GPU that never
+//! waits.
 
 #![allow(dead_code)]
 

@@ -154,7 +154,8 @@ fn jobs_that_wait_for_their_first_memory_are_served_one_after_the_other() {
     assert!(!next.contains(&Action::Grant(ProgramId(30), AskId(0))), "both would outgrow the GPU: {next:?}");
 }
 
-/// Who works is known only once all have been watched for a while: a busy one does not leave in place of one that nobody has watched and is idle.
+/// Who works is known only once all have been watched for a while: a busy one does not leave in place of one that nobody has watched and is
+/// idle.
 #[test]
 fn it_is_known_who_is_idle_before_a_busy_one_leaves() {
     let mut state = node();
@@ -229,8 +230,8 @@ fn who_is_idle_stays_so_while_its_partner_grows() {
     assert_eq!(leaves(comes), [(ProgramId(2), Why::Idle)], "{comes:?}");
 }
 
-/// A request that never fits is refused before anybody is served: as long as it waits, its job cannot give way to the one that comes first, and others
-/// would pass that one.
+/// A request that never fits is refused before anybody is served: as long as it waits, its job cannot give way to the one that comes first,
+/// and others would pass that one.
 #[test]
 fn a_request_that_never_fits_lets_nobody_pass() {
     let mut state = node();
@@ -250,7 +251,8 @@ fn a_request_that_never_fits_lets_nobody_pass() {
     assert_eq!(leaves(served), [(ProgramId(20), Why::TurnOver), (ProgramId(21), Why::TurnOver)], "{served:?}");
 }
 
-/// The host has room for the contents of one: they are those of the GPU on which all have contents, although another comes first that has some, too.
+/// The host has room for the contents of one: they are those of the GPU on which all have contents, although another comes first that has
+/// some, too.
 #[test]
 fn the_hosts_room_goes_to_the_gpu_that_cannot_do_without() {
     let mut state = with_other_gpu(node());
@@ -462,7 +464,8 @@ fn who_has_left_begins_anew_after_its_failures() {
     assert_eq!(state.remembered(Duration::from_secs(3), ProgramId(1)).unwrap().backoff, (Duration::ZERO, Duration::ZERO));
 }
 
-/// Nothing of a program that a person has paused spins, and it has no use of its turn: when it is to be resumed, it waits behind those before it.
+/// Nothing of a program that a person has paused spins, and it has no use of its turn: when it is to be resumed, it waits behind those
+/// before it.
 #[test]
 fn who_is_resumed_by_a_person_takes_no_room_that_others_wait_for() {
     for ranks in [1, 2] {

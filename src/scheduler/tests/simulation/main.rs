@@ -1,7 +1,8 @@
-//! A node in virtual time, with programs that do all that programs do, and schedulers that die. After every event, the five properties hold.
+//! A node in virtual time, with programs that do all that programs do, and schedulers that die. After every event, the five properties
+//! hold.
 //!
-//! `SIMULATION_SEEDS` says how many seeds, from `SIMULATION_SEED` on; a single seed prints its trace. Without either: the first ones, and those that
-//! have once failed.
+//! `SIMULATION_SEEDS` says how many seeds, from `SIMULATION_SEED` on; a single seed prints its trace. Without either: the first ones, and
+//! those that have once failed.
 
 mod process;
 mod properties;
@@ -61,8 +62,8 @@ fn a_seed_repeats_a_run() {
     }
 }
 
-/// Two of 90 GiB on 142, both always busy: together they get at least 93% of the time, and neither waits for long. Turns are as long as the changes
-/// before them were dear, so the two need not get as much.
+/// Two of 90 GiB on 142, both always busy: together they get at least 93% of the time, and neither waits for long. Turns are as long as the
+/// changes before them were dear, so the two need not get as much.
 #[test]
 fn two_that_are_always_busy_take_turns() {
     let mut world =

@@ -326,8 +326,8 @@ impl Properties {
 
     /// 4. Changes take at most 1/k of busy time, plus drains.
     ///
-    /// Who takes the place of a busy program of its own priority does so only after the turn of that one, which is k times as long as the change
-    /// that brought it: so each change is paid for by the turn after it. Who did not drain is left alone.
+    /// Who takes the place of a busy program of its own priority does so only after the turn of that one, which is k times as long as the
+    /// change that brought it: so each change is paid for by the turn after it. Who did not drain is left alone.
     fn turns_pay_for_changes(&self, world: &World, change: &Change) {
         let this = of_cause(world, &change.cause);
         for leave in &change.leaving {
