@@ -482,3 +482,49 @@ fn who_is_resumed_by_a_person_takes_no_room_that_others_wait_for() {
         assert_eq!(granted, [3, 10], "{ranks}");
     }
 }
+
+/// A rank of a job.
+fn rank(id: u64, gpu: GpuId, gib: u64) -> Report {
+    let memory = Memory { resident: [(Class::Kept, gib * GIB, 1)].into_iter().collect(), peak: gib * GIB, ..Memory::default() };
+    Report { job: Some(JobId(id / 10)), memory: [(gpu, memory)].into(), ..program(id, 0, 0) }
+}
+
+/// Each of two jobs has what the other waits for. The one that came first gets it, and the other has its turn afterwards.
+#[test]
+fn of_two_jobs_that_wait_for_each_other_the_later_one_gives_way() {
+    let mut state = with_other_gpu(node());
+    join(&mut state, [rank(10, GPU, 60), rank(11, OTHER, 0), rank(20, OTHER, 60), rank(21, GPU, 0)]);
+    let at = Duration::from_secs;
+    assert_eq!(change(&state.step(at(1), asks(11, &[(OTHER, 60)])).actions), None, "the other may be idle");
+    let gives_way = state.step(at(1), asks(21, &[(GPU, 60)])).actions;
+    let gives_way = change(&gives_way).unwrap_or_else(|| panic!("{gives_way:?}"));
+    assert_eq!(gives_way.cause, Cause::Asks(GangId(10)));
+    assert_eq!(leaves(gives_way), [20, 21].map(|id| (ProgramId(id), Why::WaitsBehind)));
+    let away = Memory { resident: Holdings::default(), away: [(Class::Kept, 60 * GIB, 1)].into_iter().collect(), fixed: 0, peak: 60 * GIB };
+    let programs = vec![(ProgramId(20), [(OTHER, away)].into(), true), (ProgramId(21), rank(21, GPU, 0).memory, true)];
+    let step = state.step(at(2), Event::Done { change: gives_way.id, outcome: Outcome::Changed, programs });
+    assert!(step.actions.contains(&Action::Grant(ProgramId(11), AskId(0))), "{step:?}");
+    state.step(at(2), Event::Settled { program: ProgramId(11), ask: AskId(0), memory: rank(11, OTHER, 60).memory });
+    let turn = state.remembered(at(2), ProgramId(10)).unwrap().turn.1;
+    let comes = state.step(at(2) + turn, Event::Timer).actions;
+    let comes = change(&comes).unwrap_or_else(|| panic!("{comes:?}"));
+    assert_eq!(comes.coming, [20, 21].map(ProgramId));
+    assert_eq!(leaves(comes), [10, 11].map(|id| (ProgramId(id), Why::TurnOver)));
+}
+
+/// The same where the one that came first is of a lower priority. It does not drain: then the other one gives way.
+#[test]
+fn of_two_jobs_that_wait_for_each_other_the_one_of_the_lower_priority_gives_way_first() {
+    let mut state = with_other_gpu(node());
+    let low = |report| Report { settings: Settings { priority: Priority::Low, ..Settings::default() }, ..report };
+    join(&mut state, [low(rank(10, GPU, 60)), low(rank(11, OTHER, 0)), rank(20, OTHER, 60), rank(21, GPU, 0)]);
+    let at = Duration::from_secs;
+    state.step(at(1), asks(11, &[(OTHER, 60)]));
+    let gives_way = state.step(at(1), asks(21, &[(GPU, 60)])).actions;
+    let gives_way = change(&gives_way).unwrap_or_else(|| panic!("{gives_way:?}"));
+    assert_eq!(leaves(gives_way), [10, 11].map(|id| (ProgramId(id), Why::WaitsBehind)));
+    let refused = Event::Done { change: gives_way.id, outcome: Outcome::Refused(ProgramId(10)), programs: Vec::new() };
+    let other = state.step(at(2), refused).actions;
+    let other = change(&other).unwrap_or_else(|| panic!("{other:?}"));
+    assert_eq!(leaves(other), [20, 21].map(|id| (ProgramId(id), Why::WaitsBehind)));
+}
