@@ -440,6 +440,8 @@ fn a_job_that_does_everything_survives_everything() {
     for round in 0..rounds(16) {
         let event = Event::of(&mut random);
         let line = event.command(&mut random);
+        // A program that ends in the middle is noticed somewhere, without the round's name.
+        println!("round {round}, {line}");
         let is_killed = random.one_in(4);
         let mut command = if is_killed { machine.begin(&line) } else { begin_anyhow(&machine, &line, &mut random) };
         random.sleep(60);
