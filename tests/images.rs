@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::images::{Images, in_own_session, without_inherited};
+use common::images::{Images, OwnSharedMemory, in_own_session, without_inherited};
 use common::machine::{Machine, Program, Ran};
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -1056,6 +1056,99 @@ fn what_was_in_dev_shm_comes_with_the_program() {
     assert_eq!(fs::read_to_string(format!("/proc/{pid}/fd/50")).unwrap(), "shared");
     assert_eq!(fs::read_to_string(format!("/proc/{pid}/root{path}")).unwrap(), "shared");
     assert!(!Path::new(&path).exists(), "it is the program's own");
+}
+
+/// The `/dev/shm` that each loaded program gets is mounted over the image, the log, and whatever else is there.
+#[test]
+fn images_and_logs_may_be_in_dev_shm() {
+    let Some(images) = Images::new() else { return };
+    let shared_memory = OwnSharedMemory::mount();
+    let file = shared_memory.folder().join("file");
+    fs::write(&file, "shared").unwrap();
+    let name = std::ffi::CString::new(file.to_str().unwrap()).unwrap();
+    let mut plain = images.engine("plain");
+    let mut engine = images.machine.engine_with("engine", |command| {
+        in_own_session(without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1")));
+        let open = move || {
+            unsafe { libc::dup2(libc::open(name.as_ptr(), libc::O_RDWR), 50) };
+            Ok(())
+        };
+        unsafe { command.pre_exec(open) };
+    });
+    let save = |program: &str, image: &str| images.vramctl(&format!("save {program} /dev/shm/images/{image}"));
+    let load = |image: &str, name: &str, more: &str| images.cli(&format!("load /dev/shm/images/{image} --name {name}{more}"));
+    save("engine --keep", "first").expect(0, "saved engine", "");
+    is_well(&mut engine, &mut plain, 1);
+    save("engine", "again").expect(0, "saved engine", "");
+    engine.ended();
+    fs::remove_file(&file).unwrap();
+    let mut loaded = Program::spawn(&mut load("again", "e1", ""));
+    is_well(&mut loaded, &mut plain, 2);
+    let status = images.vramctl("status e1 --json").expect(0, "", "").json();
+    let own = format!("/proc/{}/root/dev/shm", status["processes"][0]["pid"]);
+    let names: Vec<_> = fs::read_dir(own).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["file"]);
+    save("e1 --keep", "second").expect(0, "saved e1", "");
+    is_well(&mut loaded, &mut plain, 3);
+    loaded.end();
+
+    let log = shared_memory.folder().join("log");
+    let mut with_log = load("second", "e2", &format!(" --log {}", log.display())).stdin(Stdio::piped()).spawn().unwrap();
+    let mut input = with_log.stdin.take().unwrap();
+    let mut answers = |count: usize| {
+        input.write_all(b"verify\n").unwrap();
+        common::eventually("it answers", || fs::read_to_string(&log).is_ok_and(|text| text.matches("weights ok").count() == count));
+    };
+    answers(1);
+    save("e2 --keep", "third").expect(0, "saved e2", "");
+    answers(2);
+    drop(input);
+    assert!(with_log.wait().unwrap().success());
+    let mut loaded = Program::spawn(&mut load("third", "e3", ""));
+    loaded.tell("verify");
+    // Its two streams were one, so it may have said there how long it was held.
+    while !loaded.line().contains("weights ok") {}
+    loaded.end();
+
+    // What CRIU reads is watched there, too.
+    let mut shrinks = load("third", "e4", " --log /dev/null");
+    let (held, command) = images.holding("restore-before", &mut shrinks);
+    let load = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    held.is_reached();
+    fs::File::options().write(true).open("/dev/shm/images/third/criu/files.img").unwrap().set_len(9).unwrap();
+    held.go();
+    Ran::end_of(load).expect(1, "", "/dev/shm/images/third/criu/files.img: it has become shorter");
+    plain.end();
+    common::eventually("no process is left", || images.processes().is_empty());
+}
+
+/// What a loaded program would not find in its own `/dev/shm` is refused before it is saved, or before anything of it is started.
+#[test]
+fn control_sockets_and_criu_in_dev_shm_are_refused() {
+    let Some(images) = Images::new() else { return };
+    let _shared_memory = OwnSharedMemory::mount();
+    let with_sockets = |command: &mut Command| _ = command.env("VRAMCTL_DIR", "/dev/shm/sockets");
+    let in_shared = images.machine.engine_with("in-shared", |command| {
+        with_sockets(in_own_session(without_inherited(command.env("SIMGPU_RESTORE_THREAD", "1"))));
+    });
+    let engine = images.engine("engine");
+    let mut save = images.cli(&format!("save in-shared {}", images.image("none")));
+    with_sockets(&mut save);
+    Ran::of(&mut save).expect(7, "", "VRAMCTL_DIR");
+    images.save("engine", "image").expect(0, "saved", "");
+    let refuses = |change: &dyn Fn(&mut Command), words: &str| {
+        for more in ["", " --dry-run"] {
+            let mut load = images.cli(&format!("load {} --name e --log /dev/null{more}", images.image("image")));
+            change(&mut load);
+            let ran = Ran::of(load.stdin(Stdio::null())).expect(1, "", words);
+            assert!(ran.err.contains("/dev/shm of its own") && ran.err.contains("Nothing was started"), "{ran:?}");
+        }
+    };
+    refuses(&with_sockets, "control sockets are in /dev/shm/sockets");
+    fs::write("/dev/shm/criu", format!("#!/bin/sh\nexec {} \"$@\"\n", images.criu.display())).unwrap();
+    fs::set_permissions("/dev/shm/criu", fs::Permissions::from_mode(0o700)).unwrap();
+    refuses(&|command| _ = command.env("VRAMCTL_CRIU", "/dev/shm/criu"), "CRIU is /dev/shm/criu");
+    drop((in_shared, engine));
 }
 
 /// Zeros are not in the files. The device sets them, each run at once, and copies of the rest alone are made: new memory may hold anything.

@@ -54,6 +54,11 @@ impl Criu {
         &self.version
     }
 
+    /// The program.
+    pub fn program(&self) -> &Path {
+        &self.program
+    }
+
     /// Fails if it says that it cannot work here.
     pub fn check(&self) -> Result<(), CommandError> {
         let checked = self.command().arg("check").stdin(Stdio::null()).output();

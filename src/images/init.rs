@@ -196,20 +196,22 @@ fn restore(task: &Task) -> Result<Back, CommandError> {
     let (manifest, details) = (image.manifest(), Details::of(image.manifest())?);
     let root = manifest.processes.first().ok_or_else(|| CommandError::new(Exit::Failed, "the image has no process"))?;
     let criu = Criu::find()?;
+    // Something may be mounted over it, as over what is in /dev/shm.
+    let folder = |path: &Path| File::options().read(true).custom_flags(libc::O_DIRECTORY).open(path).map_err(refused("open", path));
+    let opened = folder(image.path())?;
+    let reached = PathBuf::from(format!("/proc/self/fd/{}", opened.as_raw_fd()));
+    let [images, files] = [image.criu_path(), image.files_path()].map(|path| reached.join(path.file_name().unwrap_or_default()));
     mount_own().map_err(|error| CommandError::new(Exit::Failed, format!("cannot mount /proc and /dev/shm: {error}")))?;
     open_null_anew().map_err(refused("open", Path::new("/dev/null")))?;
     let (in_shared, elsewhere): (Vec<_>, Vec<_>) = manifest.remaps.iter().partition(|remap| shared::is_here(Path::new(&remap.to)));
-    shared::put_back(&image.files_path(), &in_shared)?;
-    own_files::put_back(&image.files_path(), &elsewhere, Path::new("/dev/shm/.vramctl"))?;
+    shared::put_back(&files, &in_shared)?;
+    own_files::put_back(&files, &elsewhere, Path::new("/dev/shm/.vramctl"))?;
     let of_library = manifest.processes.iter().filter(|process| process.kind == Kind::Library.to_string());
     let marked = of_library.map(|process| tell_library(name_of(process, &task.name, manifest), process.pid, &details));
     let marked = marked.collect::<Result<Vec<_>, _>>()?;
-    let images = image.criu_path();
-    let folder = |path: &Path| File::options().read(true).custom_flags(libc::O_DIRECTORY).open(path);
-    let images_open = folder(&images).map_err(refused("open", &images))?;
     let work = Path::new("/dev/shm/.vramctl");
     fs::create_dir(work).map_err(refused("make", work))?;
-    let work_open = folder(work).map_err(refused("open", work))?;
+    let (images_open, work_open) = (folder(&images)?, folder(work)?);
     let (mut more, mut replacing) = (Vec::new(), Vec::new());
     for (number, name) in streams(manifest) {
         // CRIU has its own standard streams.
@@ -232,15 +234,15 @@ fn restore(task: &Task) -> Result<Back, CommandError> {
             }
             wait_for_an_end(LOOK_EVERY);
             // CRIU reads for ever where a file has ended.
-            image.check_sizes().inspect_err(|_| end_all_others()).map_err(failed)?;
+            image.check_sizes(&reached).inspect_err(|_| end_all_others()).map_err(failed)?;
         };
         if !done.success() {
-            image.check_sizes().map_err(failed)?;
+            image.check_sizes(&reached).map_err(failed)?;
         }
         Ok((!done.success()).then(|| format!("({done}): {}", errors_in(work))))
     };
     // Those of the machine, at which it may listen or talk to itself.
-    let addresses = fs::read(images.join("files.img")).and_then(|files| patch::addresses(&files)).map_err(refused("read", &images))?;
+    let addresses = fs::read(images.join("files.img")).and_then(|files| patch::addresses(&files)).map_err(refused("read", &image.criu_path()))?;
     if task.own_network.is_some() {
         namespace::leave_network(&addresses).map_err(refused("make", Path::new("a network namespace")))?;
     }

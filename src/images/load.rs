@@ -12,6 +12,7 @@ use crate::namespace::{self, pid_there};
 use crate::placement::{Placement, Saved};
 use crate::relay::Port;
 use crate::save::{image_name, send_origin, wait_until};
+use crate::shared::{self, SOCKETS_ELSEWHERE};
 use crate::surroundings;
 use crate::tree::{Kind, Tree};
 use std::collections::{BTreeMap, BTreeSet};
@@ -131,7 +132,10 @@ impl Load {
         let mut obstacles = Vec::new();
         // SAFETY: touches no memory.
         if unsafe { libc::geteuid() } == 0 {
-            obstacles.extend(Criu::find().and_then(|criu| criu.check()).err());
+            match Criu::find().and_then(|criu| criu.check().map(|()| criu)) {
+                Ok(criu) => obstacles.extend(not_hidden("CRIU is", criu.program(), "install it elsewhere")),
+                Err(failure) => obstacles.push(failure),
+            }
         } else {
             let why = "to load an image takes root: it makes namespaces, and CRIU brings the process back";
             obstacles.push(CommandError::new(Exit::Failed, why));
@@ -167,6 +171,7 @@ impl Load {
             );
             obstacles.push(CommandError::new(Exit::Failed, text));
         }
+        obstacles.extend(not_hidden("the control sockets are in", sockets, SOCKETS_ELSEWHERE));
         let placed = placements(image.manifest(), &details, options).unwrap_or_else(|failure| {
             obstacles.push(failure);
             Vec::new()
@@ -542,6 +547,12 @@ fn in_surroundings(manifest: &Manifest, details: &Details) -> Vec<CommandError> 
     }
     let refused = |why| CommandError::new(Exit::Failed, format!("the program cannot go on here: {why}. Nothing was started"));
     found.into_iter().map(refused).collect()
+}
+
+/// Fails for what the program would not see, as it gets a `/dev/shm` of its own.
+fn not_hidden(what: &str, path: &Path, remedy: &str) -> Option<CommandError> {
+    let why = shared::hidden(what, path, remedy)?;
+    Some(CommandError::new(Exit::Failed, format!("{why}. Nothing was started")))
 }
 
 /// Why no program can be called so now.

@@ -126,6 +126,9 @@ impl Save {
             _ => tree::root_of(&seen)?,
         };
         let directory = chosen.found.directory(chosen.pids().first().copied().unwrap_or_default())?;
+        if let Some(why) = shared::hidden("its control socket is in", directory.path(), shared::SOCKETS_ELSEWHERE) {
+            return Err(cannot(&why));
+        }
         let mut tree = Tree::of(root, &listening(&directory));
         let mut checkpoint = whole(operation, &tree, chosen)?;
         if let Some(member) = checkpoint.members.iter().find(|member| member.process.suspended().is_some()) {

@@ -18,6 +18,9 @@ use vramctl_store::Remap;
 /// Where it is.
 const FOLDER: &str = "/dev/shm";
 
+/// What to do about control sockets that are there.
+pub const SOCKETS_ELSEWHERE: &str = "start programs that are to be saved with VRAMCTL_DIR in another place";
+
 /// How the names begin that CRIU gives.
 const LINK: &str = "link_remap.";
 
@@ -40,6 +43,13 @@ pub fn links_in(images: &Path) -> io::Result<Vec<Link>> {
 /// Whether it comes with the image.
 pub fn is_here(path: &Path) -> bool {
     path.starts_with(FOLDER)
+}
+
+/// Why a loaded program cannot do with this: it would not see it. `what`: its name, with a verb. `remedy`: what to do.
+pub fn hidden(what: &str, path: &Path, remedy: &str) -> Option<String> {
+    let whole = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let is_hidden = is_here(path) || is_here(&whole);
+    is_hidden.then(|| format!("{what} {}, and a loaded program has a {FOLDER} of its own: {remedy}", path.display()))
 }
 
 /// Removes such names.

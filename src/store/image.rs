@@ -79,6 +79,11 @@ impl Image {
         &self.manifest
     }
 
+    /// Its folder, with all of it but its pieces.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// CRIU's part.
     pub fn criu_path(&self) -> PathBuf {
         self.path.join(name::CRIU)
@@ -94,9 +99,9 @@ impl Image {
         files::check(self.store.disk(), &self.path, &self.manifest.hashes).map_err(|error| error.of_image(&self.name))
     }
 
-    /// Refuses files that are shorter than what was saved. None is read.
-    pub fn check_sizes(&self) -> Result<()> {
-        let shorter = |file: &&FileHash| self.path.join(&file.path).metadata().is_ok_and(|found| found.len() < file.bytes);
+    /// Refuses files that are shorter than what was saved. None is read. `folder`: the image's, wherever it is reached.
+    pub fn check_sizes(&self, folder: &Path) -> Result<()> {
+        let shorter = |file: &&FileHash| folder.join(&file.path).metadata().is_ok_and(|found| found.len() < file.bytes);
         let Some(file) = self.manifest.hashes.iter().find(shorter) else { return Ok(()) };
         Err(Error::damaged(&self.path.join(&file.path), format!("it has become shorter than its {} bytes", file.bytes))
             .of_image(&self.name))
