@@ -836,6 +836,87 @@ fn a_port_that_could_be_shared_is_one_programs_alone() {
     images.nothing_is_left("servers at one port");
 }
 
+/// The kernel keeps ends of connections for a minute. Those of a server that lets others listen there are in nobody's way, also after it was saved.
+#[test]
+fn a_server_is_loaded_right_after_it_has_ended() {
+    let Some(images) = Images::on(machine) else { return };
+    let mut program = images.program("server");
+    says(&mut program, "keep('cudart', ctypes.CDLL('libcudart.so.13'))", "kept");
+    says(&mut program, "keep('memory', ctypes.c_void_p())", "kept");
+    says(&mut program, "kept['cudart'].cudaMalloc(ctypes.byref(kept['memory']), ctypes.c_size_t(4 << 20))", "0");
+    // As torch's `TCPStore`: its own connection has an address of IPv4 at the other end.
+    says(&mut program, "keep('listener', socket.create_server(('::', 0), family=socket.AF_INET6, dualstack_ipv6=True))", "kept");
+    let port = program.number("kept['listener'].getsockname()[1]");
+    says(&mut program, &format!("keep('to', socket.create_connection(('127.0.0.1', {port})))"), "kept");
+    says(&mut program, "keep('by', kept['listener'].accept()[0])", "kept");
+    let works = |program: &mut Program| {
+        says(program, "kept['to'].send(b'hello')", "5");
+        says(program, "kept['by'].recv(5)", "b'hello'");
+        says(program, "kept['cudart'].cudaMemset(kept['memory'], 1, ctypes.c_size_t(4096))", "0");
+        says(program, "kept['by'].getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)", "1");
+    };
+    works(&mut program);
+    let ends = |mut program: Program| {
+        // Whoever closes first is left behind.
+        says(&mut program, "kept['by'].close()", "None");
+        program.end();
+        assert!(left_at(port), "the kernel keeps nothing");
+    };
+    images.vramctl(&format!("save server {} --keep", images.image("image"))).expect(0, "saved", "");
+    works(&mut program);
+    images.vramctl(&format!("save server {} --keep", images.image("again"))).expect(0, "saved", "");
+    ends(program);
+    for (image, name) in [("image", "first"), ("again", "second"), ("image", "third")] {
+        images.vramctl(&format!("load {} --dry-run", images.image(image))).expect(0, "can be loaded", "");
+        let mut loaded = images.load(image, name);
+        works(&mut loaded);
+        ends(loaded);
+    }
+    images.nothing_is_left("servers");
+}
+
+/// Whether the kernel keeps an end of a connection at a port (`TIME_WAIT`).
+fn left_at(port: u64) -> bool {
+    let text = ["tcp", "tcp6"].map(|table| fs::read_to_string(format!("/proc/net/{table}")).unwrap()).concat();
+    let rows = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    rows.into_iter().any(|row| row[1].ends_with(&format!(":{port:04X}")) && row[3] == "06")
+}
+
+/// Where the program has not let others listen, a load waits until the kernel lets go of that.
+#[test]
+fn a_load_waits_for_what_is_left_at_its_port() {
+    let Some(images) = Images::on(machine) else { return };
+    let mut program = images.program("server");
+    says(&mut program, "keep('cudart', ctypes.CDLL('libcudart.so.13'))", "kept");
+    says(&mut program, "keep('memory', ctypes.c_void_p())", "kept");
+    says(&mut program, "kept['cudart'].cudaMalloc(ctypes.byref(kept['memory']), ctypes.c_size_t(4 << 20))", "0");
+    says(
+        &mut program,
+        "keep('listener', socket.socket()) and kept['listener'].bind(('127.0.0.1', 0)) or kept['listener'].listen()",
+        "None",
+    );
+    let port = program.number("kept['listener'].getsockname()[1]");
+    images.vramctl(&format!("save server {} --keep", images.image("image"))).expect(0, "saved", "");
+    says(&mut program, &format!("keep('to', socket.create_connection(('127.0.0.1', {port})))"), "kept");
+    says(&mut program, "keep('by', kept['listener'].accept()[0]) and kept['by'].close()", "None");
+    program.end();
+    assert!(left_at(port));
+    images.vramctl(&format!("load {} --dry-run", images.image("image"))).expect(0, "can be loaded", "");
+    // It can be interrupted meanwhile.
+    let load = || images.cli(&format!("load {} --name loaded", images.image("image")));
+    let mut interrupted = load().stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(interrupted.stderr.take().unwrap()).lines();
+    let waits = "the kernel keeps connections of a program that has ended at 127.0.0.1";
+    assert!(lines.by_ref().map_while(Result::ok).any(|line| line.contains(waits)));
+    assert_eq!(unsafe { libc::kill(interrupted.id() as i32, libc::SIGINT) }, 0);
+    assert_eq!(interrupted.wait().unwrap().code(), Some(128 + libc::SIGINT));
+    let mut loaded = Program::spawn(&mut load());
+    says(&mut loaded, "kept['cudart'].cudaMemset(kept['memory'], 1, ctypes.c_size_t(4096))", "0");
+    assert!(!left_at(port));
+    loaded.end();
+    images.nothing_is_left("a server");
+}
+
 /// The machine's own addresses, by which it would send to others.
 fn own_addresses() -> Vec<std::net::IpAddr> {
     let address = |any: &str, other: &str| {

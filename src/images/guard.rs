@@ -91,7 +91,7 @@ pub fn run() {
 pub fn go_on(known: &[u32], stay: &BTreeSet<u32>) {
     let pids = tree::with_descendants(known);
     shared::unlink_what_is_left(&pids);
-    pids.iter().copied().for_each(repair::end);
+    repair::end(&pids);
     for pid in pids.into_iter().filter(|pid| !stay.contains(pid)) {
         // SAFETY: touches no memory.
         unsafe { libc::kill(pid.cast_signed(), libc::SIGCONT) };

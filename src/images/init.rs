@@ -242,7 +242,8 @@ fn restore(task: &Task) -> Result<Back, CommandError> {
         Ok((!done.success()).then(|| format!("({done}): {}", errors_in(work))))
     };
     // Those of the machine, at which it may listen or talk to itself.
-    let addresses = fs::read(images.join("files.img")).and_then(|files| patch::addresses(&files)).map_err(refused("read", &image.criu_path()))?;
+    let addresses =
+        fs::read(images.join("files.img")).and_then(|files| patch::addresses(&files)).map_err(refused("read", &image.criu_path()))?;
     if task.own_network.is_some() {
         namespace::leave_network(&addresses).map_err(refused("make", Path::new("a network namespace")))?;
     }

@@ -8,6 +8,7 @@ use crate::copies::Agreement;
 use crate::criu::Criu;
 use crate::details::{Details, counted, failed, refused, split};
 use crate::init::{self, Report, Task};
+use crate::look;
 use crate::namespace::{self, pid_there};
 use crate::placement::{Placement, Saved};
 use crate::relay::Port;
@@ -232,11 +233,26 @@ impl Load {
         ports.into_iter().filter_map(|port| lock(port).transpose()).collect()
     }
 
+    /// Waits until the kernel has let go of what ended processes have left at the ports: CRIU could not listen there.
+    fn wait_for_ports(&self, reporter: &dyn Reporter) {
+        /// Longer than the kernel keeps anything.
+        const GONE_WITHIN: Duration = Duration::from_secs(70);
+        let is_kept = |address: &SocketAddr| TcpListener::bind(*address).is_err() && look::is_left_behind(address.port());
+        if let Some(kept) = self.listeners().iter().find(|address| is_kept(address)) {
+            let what = "the kernel keeps connections of a program that has ended";
+            reporter.warn(&format!("{what} at {kept}, for a minute at most: the load waits for that"));
+            wait_until(GONE_WITHIN, || !self.listeners().iter().any(is_kept));
+        }
+    }
+
     /// Those where others listen.
     fn listeners_taken(&self) -> Vec<CommandError> {
         let taken = |address: SocketAddr| {
             let error = TcpListener::bind(address).err()?;
             let port = address.port();
+            if look::is_left_behind(port) {
+                return None;
+            }
             let way = format!("end who listens there, or give it a network of its own (--port {port}=NEW)");
             Some(CommandError::new(Exit::Failed, format!("the program listens at {address}: {error}; {way}. Nothing was started")))
         };
@@ -284,11 +300,12 @@ impl Load {
         })?;
         // With SO_REUSEPORT, both would listen, and each would get some of the requests.
         let ports = self.lock_ports()?;
+        let interruptible = Interruptible::begin().map_err(refused("watch", Path::new("signals")))?;
+        self.wait_for_ports(reporter);
         if let Some(taken) = name_taken(&self.name).into_iter().chain(self.listeners_taken()).next() {
             return Err(taken);
         }
         let (mut first, mut report, mut decision) = self.start()?;
-        let interruptible = Interruptible::begin().map_err(refused("watch", Path::new("signals")))?;
         let mut text = Vec::new();
         let _ = report.read_to_end(&mut text);
         drop(ports);
@@ -386,7 +403,8 @@ impl Load {
             return Err(CommandError::new(Exit::Failed, "the library in the program does not open its socket"));
         }
         let bare = of_kind(&[Kind::Driver, Kind::Nvml]).into_iter().map(|(_, pid)| pid).collect();
-        if let Err(failure) = self.resume(&of_library, bare, reporter) {
+        let given = of_library.iter().try_for_each(|(process, pid)| self.give_contents(process, *pid));
+        if let Err(failure) = given.and_then(|()| self.resume(&of_library, bare, reporter)) {
             // One that has ended in the middle of that is the reason, whatever its client says.
             wait_until(ENDS_WITHIN, || ended_one().is_some());
             return Err(ended_one().map_or(failure, |(process, _)| has_ended(process)));
@@ -394,11 +412,8 @@ impl Load {
         back.first().map(|(_, pid)| *pid).ok_or_else(ended)
     }
 
-    /// Gives these processes their contents and the GPUs. `bare`: those without memory of the library's.
+    /// Gives these processes the GPUs, and has them get their contents. `bare`: those without memory of the library's.
     fn resume(&self, of_library: &[(&Process, u32)], bare: Vec<u32>, reporter: &dyn Reporter) -> Result<(), CommandError> {
-        for (process, pid) in of_library {
-            self.give_contents(process, *pid)?;
-        }
         let target = Target::of(of_library.iter().map(|(_, pid)| Target::Pid(*pid)).collect());
         let target = target.ok_or_else(|| CommandError::new(Exit::Failed, "the image has no process with GPU memory"))?;
         let own = GpuMap::new();

@@ -158,7 +158,7 @@ pub fn look(pids: &[u32], with_driver: bool) -> io::Result<Look> {
     look.files.sort_by(|one, other| (&one.path, one.policy as u8).cmp(&(&other.path, other.policy as u8)));
     look.files.dedup_by(|next, first| next.path == first.path);
     look.has_connections = !connections.is_empty();
-    let leads_inside = |one: &Connection| connections.iter().any(|its| its.own == one.other && its.other == one.own);
+    let leads_inside = |one: &Connection| connections.iter().any(|its| is_same(&its.own, &one.other) && is_same(&its.other, &one.own));
     let outside = connections.iter().filter(|connection| !leads_inside(connection));
     look.outside =
         outside.map(|one| Outside { pid: one.pid, inode: one.inode, local: address(&one.own), remote: address(&one.other) }).collect();
@@ -367,6 +367,23 @@ pub fn credentials(pid: u32) -> Process {
     let capabilities = ["CapInh:", "CapPrm:", "CapAmb:"].iter().flat_map(|name| words(name));
     let capabilities = capabilities.filter_map(|word| u64::from_str_radix(&word, 16).ok()).fold(0, |all, some| all | some);
     Process { uids: numbers("Uid:"), gids: [numbers("Gid:"), numbers("Groups:")].concat(), capabilities, ..Process::default() }
+}
+
+/// Whether two of the kernel's tables are the same: an IPv6 socket may have one of IPv4.
+fn is_same(one: &str, other: &str) -> bool {
+    let plain = |text: &str| socket_address(text).map(|address| (address.ip().to_canonical(), address.port()));
+    one == other || plain(one).is_some_and(|one| plain(other) == Some(one))
+}
+
+/// Whether all that there is at a port is what ended processes have left: the kernel keeps the ends of their connections for a while (`TIME_WAIT`).
+pub fn is_left_behind(port: u16) -> bool {
+    let text: String = ["tcp", "tcp6"].map(|table| fs::read_to_string(format!("/proc/net/{table}")).unwrap_or_default()).concat();
+    let rows = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let is_at = |row: &Vec<&str>| row.get(1).and_then(|own| socket_address(own)).is_some_and(|own| own.port() == port);
+    // The inode, which what is nobody's has not.
+    let is_nobodys = |row: &Vec<&str>| row[3] != LISTENING && row.get(9) == Some(&"0");
+    let at_port: Vec<_> = rows.filter(is_at).collect();
+    !at_port.is_empty() && at_port.iter().all(is_nobodys)
 }
 
 /// An address of the kernel's tables, to read.
