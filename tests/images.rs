@@ -9,7 +9,7 @@ use common::images::{Images, OwnSharedMemory, in_own_session, without_inherited}
 use common::machine::{Machine, Program, Ran};
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::FromRawFd;
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -407,6 +407,45 @@ signal.pause()
     for name in ["c-1", "c-2", "c-3"] {
         images.vramctl(&format!("stop {name}")).expect(0, "", "");
     }
+    images.nothing_is_left("copies");
+}
+
+/// Copies that are loaded together have the disk read each piece once, whoever of them reads it.
+#[test]
+fn copies_read_the_disk_once() {
+    const BYTES: u64 = 96 << 20;
+    const PROGRAM: &str = r#"
+import ctypes, os, signal
+cuda, pointer, contents = ctypes.CDLL("libcudart.so.13"), ctypes.c_void_p(), os.urandom(96 << 20)
+assert cuda.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(len(contents))) == 0
+assert cuda.cudaMemcpy(pointer, contents, ctypes.c_size_t(len(contents)), 1) == 0
+del contents
+print("ready", flush=True)
+signal.pause()
+"#;
+    let Some(images) = Images::new() else { return };
+    let mut command = images.cli("run --name one --no-python -- python3 -c");
+    let mut program = Program::ready(in_own_session(command.arg(PROGRAM).env("SIMGPU_RESTORE_THREAD", "1")));
+    images.save("one", "image").expect(0, "saved one", "");
+    program.ended();
+    // From a cold cache.
+    for pack in fs::read_dir(images.machine.folder.path().join("images/.store/packs")).unwrap() {
+        let pack = fs::File::open(pack.unwrap().path()).unwrap();
+        pack.sync_all().unwrap();
+        assert_eq!(unsafe { libc::posix_fadvise(pack.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) }, 0);
+    }
+    let mut load = images.cli(&format!("load {} --copies 3 --name c --log /dev/null", images.image("image")));
+    let load = load.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    common::eventually("all run", || ["c-1", "c-2", "c-3"].iter().all(|name| images.vramctl(&format!("status {name}")).code == Some(0)));
+    let read = |pid: u32| {
+        let counts = fs::read_to_string(format!("/proc/{pid}/io")).unwrap_or_default();
+        counts.lines().find_map(|line| line.strip_prefix("read_bytes: ")?.parse::<u64>().ok()).unwrap_or(0)
+    };
+    let from_disk: u64 = images.processes().into_iter().map(read).sum();
+    eprintln!("three copies of {BYTES} bytes: {from_disk} from the disk");
+    assert!(from_disk < BYTES * 3 / 2, "{from_disk}");
+    assert_eq!(unsafe { libc::kill(load.id() as i32, libc::SIGTERM) }, 0);
+    Ran::end_of(load);
     images.nothing_is_left("copies");
 }
 

@@ -17,6 +17,7 @@ mod own_files;
 mod patch;
 mod placement;
 mod prepare;
+mod read_ahead;
 mod relay;
 mod repair;
 mod save;

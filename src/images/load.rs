@@ -11,6 +11,7 @@ use crate::init::{self, Report, Task};
 use crate::look;
 use crate::namespace::{self, pid_there};
 use crate::placement::{Placement, Saved};
+use crate::read_ahead::{self, ReadAhead};
 use crate::relay::Port;
 use crate::save::{image_name, send_origin, wait_until};
 use crate::shared::{self, SOCKETS_ELSEWHERE};
@@ -24,6 +25,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{self, Child, Command, Stdio};
+use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use std::{env, io};
@@ -307,11 +309,16 @@ impl Load {
         }
         let (mut first, mut report, mut decision) = self.start()?;
         let mut text = Vec::new();
+        let ahead = ReadAhead::of(&self.image).ok();
+        // Others read the same at the same time.
+        let by_cache = self.agreement.is_some() && ahead.as_ref().is_some_and(ReadAhead::has_room);
+        let reading = ahead.and_then(|ahead| ahead.begin().ok());
         let _ = report.read_to_end(&mut text);
+        drop(reading);
         drop(ports);
         stages.push(("restore", begun.elapsed()));
         let begun = Instant::now();
-        let brought = self.bring_back(&text, &first, reporter);
+        let brought = self.bring_back(&text, &first, by_cache, reporter);
         let brought = brought.and_then(|pid| self.agreement.map_or(Ok(()), Agreement::reach).map(|()| pid));
         // From now on, signals are the program's.
         drop((interruptible, lock));
@@ -378,8 +385,8 @@ impl Load {
         was_there && !Tree::of(first.id(), &BTreeSet::new()).pids().iter().any(lives)
     }
 
-    /// Gives the program its memory back, and lets it run. `report`: the first process's.
-    fn bring_back(&self, report: &[u8], first: &Child, reporter: &dyn Reporter) -> Result<u32, CommandError> {
+    /// Gives the program its memory back, and lets it run. `report`: the first process's. `by_cache`: its contents are read by the page cache alone.
+    fn bring_back(&self, report: &[u8], first: &Child, by_cache: bool, reporter: &dyn Reporter) -> Result<u32, CommandError> {
         /// A process that has hung up may take so long to end.
         const ENDS_WITHIN: Duration = Duration::from_millis(200);
         let ended = || CommandError::new(Exit::Failed, "the program's namespace has ended before the program was back");
@@ -403,7 +410,7 @@ impl Load {
             return Err(CommandError::new(Exit::Failed, "the library in the program does not open its socket"));
         }
         let bare = of_kind(&[Kind::Driver, Kind::Nvml]).into_iter().map(|(_, pid)| pid).collect();
-        let given = of_library.iter().try_for_each(|(process, pid)| self.give_contents(process, *pid));
+        let given = of_library.iter().try_for_each(|(process, pid)| self.give_contents(process, *pid, by_cache));
         if let Err(failure) = given.and_then(|()| self.resume(&of_library, bare, reporter)) {
             // One that has ended in the middle of that is the reason, whatever its client says.
             wait_until(ENDS_WITHIN, || ended_one().is_some());
@@ -440,12 +447,13 @@ impl Load {
     }
 
     /// Gives the library in a process the files by which it reads its contents.
-    fn give_contents(&self, process: &Process, pid: u32) -> Result<(), CommandError> {
+    fn give_contents(&self, process: &Process, pid: u32, by_cache: bool) -> Result<(), CommandError> {
         // An image of one process may have been written by a version that knew no others.
         let is_its = |listed: &&Listed| [0, process.pid].contains(&listed.of.process);
         let listed = self.image.manifest().contents.iter().filter(is_its);
         let pieces = listed.map(|listed| self.image.pieces_of(listed)).collect::<Result<Vec<_>, _>>().map_err(failed)?.concat();
         let source = self.image.source(&pieces).map_err(failed)?;
+        let source = if by_cache { Arc::new(read_ahead::by_cache(&source, self.image.name())?) } else { source };
         let gone = || CommandError::new(Exit::NoProcess, "the program has ended");
         let directory = Directory::open().ok().flatten().ok_or_else(gone)?;
         send_origin(&mut Client::connect(&directory, pid)?, image_name(&self.store, self.image.name())?, &source, &pieces)

@@ -90,6 +90,7 @@ mod writer;
 
 pub use caller::Caller;
 pub use contents::{Allocation, Contents, Listed};
+pub use disk::is_cached;
 #[cfg(feature = "test-support")]
 pub use disk::{Hook, Step};
 pub use error::{Error, Result};
