@@ -109,10 +109,13 @@ pub fn files(pid: u32, opened: impl Iterator<Item = (PathBuf, fs::Metadata, File
     let opened = opened.filter(|(_, metadata, _)| metadata.is_file() && metadata.nlink() > 0);
     let mut found: BTreeMap<_, _> = opened.map(|(path, metadata, policy)| (path, (policy, metadata))).collect();
     let mapped = fs::read_to_string(format!("/proc/{pid}/maps"))?;
+    // A library is in several lines, and many are beside the same packages.
+    let mut seen = BTreeSet::new();
     for line in mapped.lines() {
-        let Some(path) = line.find('/').map(|at| Path::new(&line[at..])) else { continue };
+        let Some(path) = line.find('/').map(|at| Path::new(&line[at..])).filter(|path| seen.insert(*path)) else { continue };
         let policy = if is_written(line) { FilePolicy::Refuse } else { FilePolicy::Read };
         let packages = path.ancestors().skip(1).find(|folder| folder.ends_with("site-packages") || folder.ends_with("dist-packages"));
+        let packages = packages.filter(|folder| seen.insert(*folder));
         let records = packages.into_iter().flat_map(|folder| records_in(&root, folder));
         for (path, policy) in records.map(|path| (path, FilePolicy::Read)).chain([(path.to_owned(), policy)]) {
             if let Ok(metadata) = fs::symlink_metadata(root.join(path.strip_prefix("/").unwrap_or(&path)))
