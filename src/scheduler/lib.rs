@@ -36,7 +36,6 @@
 //! - A program that did not drain is left alone for 10 s, then for 20, up to 300.
 //! - Gangs of several parts are active beside each other on a GPU only if their limits, or peaks so far, fit together: a gang of which one
 //!   part waits for room and others spin cannot drain, and two of these would wait for each other.
-//!   Where they do all the same, and nobody else can make the room, the one that comes later gives way; if something of it spins, the other.
 
 mod action;
 mod event;

@@ -1,9 +1,9 @@
 //! Who is served first.
 //!
-//! Gangs with a blocked rank come first: what they have is of no use until they go on, and they give way only to each other. Then the
-//! priority decides, then whether a gang is in its turn, then the time that it has been waiting. A gang that asks for more in its turn
-//! goes before older waiters because its turn would be of no use otherwise: of two engines that start together, each would lose its place
-//! to the other at each allocation.
+//! Gangs with a blocked rank come first: what they have is of no use until they go on, and they cannot give way. Then the priority decides,
+//! then whether a gang is in its turn, then the time that it has been waiting. A gang that asks for more in its turn goes before older
+//! waiters because its turn would be of no use otherwise: of two engines that start together, each would lose its place to the other at
+//! each allocation.
 //!
 //! A waiter of a lower priority rises to the highest once it has waited for so long that a slice is `low_percent` of the time; on each GPU
 //! one at a time (of those that somebody can serve), and the next after the turn of the last has become `low_percent` of the time, too.
@@ -48,10 +48,7 @@ impl State {
                 (waiter.class, waiter.rises) = (Priority::High, None);
             }
         }
-        waiters.sort_by_key(|waiter| {
-            let class = if waiter.blocked { waiter.own } else { waiter.class };
-            (!waiter.blocked, Reverse(class), !waiter.in_turn, waiter.since, waiter.gang)
-        });
+        waiters.sort_by_key(|waiter| (!waiter.blocked, Reverse(waiter.class), !waiter.in_turn, waiter.since, waiter.gang));
         waiters
     }
 

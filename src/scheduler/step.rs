@@ -231,21 +231,13 @@ impl State {
         let most = *budgets.last().expect("there is one at least");
         // What it would need without those that are served first.
         let alone = self.needs(round, waiter, &PerGpu::new());
-        // A quick look. Those with a blocked rank are in none of the sums, and may give way to one of their kind.
-        let in_vain = |needs: &Needs| if waiter.blocked { None } else { self.in_vain(&round.totals, gang, needs, most) };
-        if let Some(because) = in_vain(&alone) {
+        if let Some(because) = self.in_vain(&round.totals, gang, &alone, most) {
             return self.fails_in_time(round, waiter, because);
         }
-        if in_vain(needs).is_some() {
+        if self.in_vain(&round.totals, gang, needs, most).is_some() {
             return round.comes_later(waiter, needs);
         }
-        let can_cover = |needs: &Needs, ever: &[(GangId, Why)]| budgets.iter().any(|budget| self.cover(needs, ever, *budget).is_some());
-        let mut candidates = self.candidates(round, waiter, needs, false);
-        if waiter.blocked && !can_cover(&alone, &candidates.ever) {
-            // Each would wait for what the other has, until one is out of memory.
-            candidates = self.candidates(round, waiter, needs, true);
-        }
-        let Candidates { now, ever, next } = candidates;
+        let Candidates { now, ever, next } = self.candidates(round, waiter, needs);
         if let Some(leaving) = budgets.iter().find_map(|budget| self.cover(needs, &now, *budget)) {
             self.begin(round, waiter, leaving, comes);
             return Because::Served;
@@ -253,11 +245,12 @@ impl State {
         if let Some(at) = next {
             round.wake_at(at);
         }
-        if can_cover(needs, &ever) {
+        let can_cover = |needs: &Needs| budgets.iter().any(|budget| self.cover(needs, &ever, *budget).is_some());
+        if can_cover(needs) {
             round.claim(waiter, needs);
             return next.map_or(Because::Busy, Because::Until);
         }
-        if can_cover(&alone, &ever) {
+        if can_cover(&alone) {
             return round.comes_later(waiter, needs);
         }
         let is_host = self.cover(&alone, &ever, Budget(u64::MAX)).is_some();
@@ -276,8 +269,7 @@ impl State {
         because
     }
 
-    /// `also_blocked`: those with a blocked rank, too, which cannot drain if others of their ranks spin.
-    fn candidates(&self, round: &Round, waiter: &Waiter, needs: &Needs, also_blocked: bool) -> Candidates {
+    fn candidates(&self, round: &Round, waiter: &Waiter, needs: &Needs) -> Candidates {
         let concerned =
             |gang: &Gang| needs.gpus().any(|gpu| gang.resident(gpu) > 0 || needs.rivals.contains_key(&gpu) && gang.runs_on(gpu));
         let others: Vec<_> = self.gangs.iter().filter(|(id, gang)| **id != waiter.gang && concerned(gang)).collect();
@@ -285,9 +277,6 @@ impl State {
         let known_at = others.iter().map(|(_, gang)| gang.known_at(self.now, self.policy.rest)).max().unwrap_or_default();
         let (mut ever, mut later) = (Vec::new(), Vec::new());
         for (&id, gang) in others {
-            if gang.is_blocked() && !also_blocked {
-                continue;
-            }
             let (from, why) = match self.standing(gang, id, waiter, needs, &round.ahead) {
                 Standing::Never(until) => {
                     later.extend(until);

@@ -192,8 +192,7 @@ impl State {
             if let Some(Standing::Never(Some(until))) = stays {
                 all.left_alone_until = Some(all.left_alone_until.map_or(until, |first| first.min(until)));
             }
-            let may_leave = stays.is_none() && !gang.is_blocked();
-            for (&gpu, memory) in gang.programs.values().flat_map(|program| &program.memory).filter(|_| may_leave) {
+            for (&gpu, memory) in gang.programs.values().flat_map(|program| &program.memory).filter(|_| stays.is_none()) {
                 *all.movable.entry(gpu).or_default() += memory.resident.bytes();
                 *all.without_contents.entry(gpu).or_default() += memory.resident.bytes() - memory.resident.contents();
             }
@@ -203,7 +202,7 @@ impl State {
             for gpu in gang.gpus().into_iter().filter(|gpu| gang.runs_on(*gpu)) {
                 let most = self.most_of(gang, gpu);
                 *all.rivals.entry(gpu).or_default() += most;
-                *all.movable_rivals.entry(gpu).or_default() += if may_leave { most } else { 0 };
+                *all.movable_rivals.entry(gpu).or_default() += if stays.is_none() { most } else { 0 };
             }
         }
         all
@@ -256,7 +255,7 @@ impl Gang {
     fn stays(&self, now: Duration) -> Option<Standing> {
         let works_elsewhere =
             || self.programs.values().any(|program| program.several_nodes) && matches!(self.works(), Works::Busy | Works::Unknown);
-        if self.is_paused() || self.is_capturing() || !self.is_away() && works_elsewhere() {
+        if self.is_paused() || self.is_capturing() || self.is_blocked() || !self.is_away() && works_elsewhere() {
             return Some(Standing::Never(None));
         }
         Some(self.left_alone_until()).filter(|until| now < *until).map(|until| Standing::Never(Some(until)))

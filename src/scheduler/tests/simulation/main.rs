@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::env;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
-use vramctl_scheduler::{GpuId, JobId, Policy, Priority};
+use vramctl_scheduler::{GpuId, Policy, Priority};
 use world::{Faults, World};
 
 /// Seeds that have found a fault of the policy.
@@ -100,27 +100,6 @@ fn two_that_start_together_by_steps_take_turns() {
     world.run(Duration::from_secs(260));
     let computed = both.map(|id| world.computed[&id].as_secs());
     assert!(computed.iter().sum::<u64>() >= 240 * 93 / 100 && computed.iter().all(|seconds| *seconds > 100), "{computed:?}");
-}
-
-/// Each of two jobs takes half of what both need, on each of two GPUs. One of them gives way, and both have all in turn.
-#[test]
-fn two_jobs_that_start_together_take_turns() {
-    let mut world =
-        World::new(1, Policy::default(), 2, 102 * GIB, (1000 * GIB, 0), Faults::default(), setting("SIMULATION_TRACE").is_some());
-    let rank = |job, gpu| Spec {
-        job: Some(JobId(job)),
-        gpus: vec![GpuId(gpu)],
-        starts_apart: true,
-        ..Spec::plain(Kind::Trainer, 60 * GIB, 20, Priority::Normal)
-    };
-    let all = [(0, 0), (0, 1), (1, 1), (1, 0)].map(|(job, gpu)| world.spawn(rank(job, gpu)));
-    world.run(Duration::from_secs(20));
-    assert!(all.iter().all(|id| !world.programs[id].is_starting()), "all have what they want: {:?}", world.count);
-    world.computed.clear();
-    world.run(Duration::from_secs(260));
-    let computed = all.map(|id| world.computed[&id].as_secs());
-    println!("{computed:?} of 240 s");
-    assert!(computed.iter().sum::<u64>() >= 2 * 240 * 60 / 100 && computed.iter().all(|seconds| *seconds > 60), "{computed:?}");
 }
 
 /// However busy those of a higher priority are, the others get about 5% together.

@@ -41,8 +41,6 @@ pub struct Spec {
     pub target: u64,
     pub pieces: u64,
     pub several_nodes: bool,
-    /// The ranks of its job wait for each other only once they have started.
-    pub starts_apart: bool,
     pub settings: Settings,
     /// Of [`Kind::Scripted`]: pauses, each with the work that follows.
     pub script: Vec<(Duration, Duration)>,
@@ -52,18 +50,7 @@ impl Spec {
     /// Of one GPU, alone.
     pub fn plain(kind: Kind, target: u64, pieces: u64, priority: Priority) -> Self {
         let settings = Settings { priority, ..Settings::default() };
-        Self {
-            kind,
-            job: None,
-            gpus: vec![GpuId(0)],
-            context: 1 << 20,
-            target,
-            pieces,
-            several_nodes: false,
-            starts_apart: false,
-            settings,
-            script: Vec::new(),
-        }
+        Self { kind, job: None, gpus: vec![GpuId(0)], context: 1 << 20, target, pieces, several_nodes: false, settings, script: Vec::new() }
     }
 }
 
@@ -179,12 +166,6 @@ impl Process {
         self.held || self.paused
     }
 
-    /// Whether it has not yet all the memory that it wants after its start.
-    pub fn is_starting(&self) -> bool {
-        let wanted = self.spec.target / self.spec.pieces * self.spec.pieces;
-        self.spec.gpus.iter().any(|gpu| self.memory[gpu].own() - self.memory[gpu].fixed < wanted)
-    }
-
     pub fn works(&self) -> Activity {
         match self.doing {
             Doing::Computes(_) | Doing::Halted(_) | Doing::WaitsAtGate(_) | Doing::WaitsForRoom(_) | Doing::Spins => Activity::Busy,
@@ -265,7 +246,6 @@ pub fn any_spec(random: &mut Random, gpus: &[GpuId], total: u64, crowd: u64) -> 
         target,
         pieces: random.between(1, most),
         several_nodes: random.percent(5),
-        starts_apart: false,
         settings: Settings {
             priority: *random.pick(&[Priority::Low, Priority::Normal, Priority::Normal, Priority::Normal, Priority::High]),
             limit: random.percent(20).then(|| random.between(target, total)),

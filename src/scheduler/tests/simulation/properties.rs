@@ -55,8 +55,6 @@ struct Group {
     priority: Priority,
     turn_left: Duration,
     is_parallel: bool,
-    /// It gives way only to others of this kind.
-    is_blocked: bool,
     /// It may never give way, as far as the scheduler can know.
     is_fixed: bool,
 }
@@ -67,10 +65,7 @@ struct Groups {
     free: PerGpu<i64>,
     /// What those have that may give way.
     movable: PerGpu,
-    /// The same of those with a blocked rank.
-    movable_blocked: PerGpu,
     fixed_rivals: usize,
-    blocked_rivals: usize,
     waiting: usize,
     turns_left: Duration,
     priorities: BTreeMap<Priority, usize>,
@@ -85,9 +80,7 @@ impl Groups {
             of: BTreeMap::new(),
             free: free(world),
             movable: PerGpu::new(),
-            movable_blocked: PerGpu::new(),
             fixed_rivals: 0,
-            blocked_rivals: 0,
             waiting: 0,
             turns_left: Duration::ZERO,
             priorities: BTreeMap::new(),
@@ -103,16 +96,13 @@ impl Groups {
                 priority: priority(world, &programs),
                 turn_left: turn_left(world, &programs),
                 is_parallel: is_parallel(world, &programs),
-                is_blocked: is_blocked(world, &programs),
                 is_fixed: properties.is_fixed(world, &programs),
                 programs,
             };
-            let movable = if group.is_blocked { &mut all.movable_blocked } else { &mut all.movable };
             for (gpu, bytes) in group.movable(world) {
-                *movable.entry(gpu).or_default() += bytes;
+                *all.movable.entry(gpu).or_default() += bytes;
             }
             all.fixed_rivals += usize::from(group.is_fixed && group.is_parallel);
-            all.blocked_rivals += usize::from(group.is_blocked && !group.is_fixed);
             all.waiting += usize::from(group.since.is_some());
             all.turns_left += group.turn_left;
             *all.priorities.entry(group.priority).or_default() += 1;
@@ -123,14 +113,12 @@ impl Groups {
 
     /// Whether there would be room if all others gave way that may. Where it is not clear: not.
     fn is_possible(&self, world: &World, group: &Group) -> bool {
-        let rivals = self.fixed_rivals + if group.is_blocked { 0 } else { self.blocked_rivals };
-        if group.is_parallel && rivals > usize::from(group.is_fixed) {
+        if group.is_parallel && self.fixed_rivals > usize::from(group.is_fixed) {
             return false;
         }
         let own = group.movable(world);
-        let on = |all: &PerGpu, gpu: &GpuId| all.get(gpu).copied().unwrap_or(0);
         let room = |gpu: &GpuId| {
-            let others = on(&self.movable, gpu) + if group.is_blocked { on(&self.movable_blocked, gpu) } else { 0 } - on(&own, gpu);
+            let others = self.movable.get(gpu).copied().unwrap_or(0) - own.get(gpu).copied().unwrap_or(0);
             self.free.get(gpu).map(|free| free + others as i64)
         };
         // Who gives way gives whole allocations.
@@ -375,8 +363,7 @@ impl Properties {
             assert!(!self.capturing.contains(id) && !self.paused.contains(id), "(5) {id:?} must not leave: {change:?}");
         }
         for leave in &change.leaving {
-            let may_spin = is_blocked(world, &leave.programs) && !is_blocked(world, &of_cause(world, &change.cause));
-            assert!(!may_spin, "(5) one of {:?} waits for room, others may spin: {change:?}", leave.programs);
+            assert!(!is_blocked(world, &leave.programs), "(5) one of {:?} waits for room, others may spin: {change:?}", leave.programs);
             let taken_by_class = |class: Class| leave.taken.values().flat_map(Holdings::iter).filter(|(of, ..)| *of == class).count();
             for (program, gpu) in leave.taken.keys() {
                 let one = world.told(*program).expect("the scheduler knows of it");
@@ -560,7 +547,7 @@ impl Properties {
         told().any(|(id, one)| {
             let left_alone = self.left_alone.get(id).is_some_and(|(until, _)| world.now < *until);
             self.paused.contains(id) || self.capturing.contains(id) || left_alone || one.spec.several_nodes
-        })
+        }) || is_blocked(world, programs)
     }
 
     fn ages_at(&self, world: &World, since: Duration) -> Duration {

@@ -768,9 +768,9 @@ impl World {
             self.spawn(spec);
             return;
         }
-        let (job, starts_apart) = (Some(JobId(self.next_program)), self.random.percent(50));
+        let job = Some(JobId(self.next_program));
         for gpu in on {
-            self.spawn(Spec { job, gpus: vec![gpu], starts_apart, ..spec.clone() });
+            self.spawn(Spec { job, gpus: vec![gpu], ..spec.clone() });
         }
     }
 
@@ -862,8 +862,7 @@ impl World {
     /// What a program does next.
     fn next(&mut self, id: ProgramId) {
         let one = &self.programs[&id];
-        let meets = !(one.spec.starts_apart && one.is_starting());
-        if let (Some(job), Doing::Computes(_)) = (one.spec.job.filter(|_| meets), one.doing) {
+        if let (Some(job), Doing::Computes(_)) = (one.spec.job, one.doing) {
             self.does(id, Doing::Spins);
             return self.meet(job);
         }
@@ -886,7 +885,12 @@ impl World {
     fn choose(&mut self, id: ProgramId) {
         let class = *self.random.pick(&[Class::FreeCache, Class::Discardable, Class::Unchanged, Class::Kept, Class::Kept, Class::Kept]);
         let one = &self.programs[&id];
-        if one.is_starting() && !one.paused {
+        let starting = one
+            .spec
+            .gpus
+            .iter()
+            .any(|gpu| one.memory[gpu].own() - one.memory[gpu].fixed < one.spec.target / one.spec.pieces * one.spec.pieces);
+        if starting && !one.paused {
             return self.ask(id, What::Allocation(class));
         }
         if one.capturing {
