@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
 use std::fs;
+use std::iter;
 use vramctl_coordinator::failure::{CommandError, Exit};
 use vramctl_coordinator::proc;
 use vramctl_model::Holder;
@@ -135,8 +136,11 @@ pub fn root_of(pids: &[u32]) -> Result<u32, CommandError> {
 /// The first process that the `vramctl run` of this one has started.
 fn first_of_run(pid: u32) -> u32 {
     let run = |pid: u32| proc::variables(pid, ["VRAMCTL_JOB"])[0].clone();
-    let Some(own) = run(pid) else { return pid };
-    ancestors(pid).take_while(|above| run(*above).as_ref() == Some(&own)).last().unwrap_or(pid)
+    // A process whose title is written over its environment says of no run, and is of that of those around it.
+    let with_run = |pid: u32| Some((pid, run(pid)?));
+    let mut of_runs = iter::once(pid).chain(ancestors(pid)).filter_map(with_run);
+    let Some((first, own)) = of_runs.next() else { return pid };
+    of_runs.take_while(|(_, run)| *run == own).last().map_or(first, |(above, _)| above)
 }
 
 /// These processes and all that came of them.
@@ -159,7 +163,7 @@ fn children(pid: u32) -> Vec<u32> {
 
 /// Its parent, that one's, and so on, without the first of all.
 fn ancestors(pid: u32) -> impl Iterator<Item = u32> {
-    std::iter::successors(parent(pid), |above| parent(*above))
+    iter::successors(parent(pid), |above| parent(*above))
 }
 
 fn parent(pid: u32) -> Option<u32> {
