@@ -73,6 +73,8 @@ pub struct Save {
     keeps: bool,
     verifies: bool,
     copies_files: bool,
+    /// How long it has taken to find out.
+    looked: Duration,
 }
 
 /// How a program is to be saved.
@@ -109,6 +111,7 @@ impl Save {
     /// Finds the program and looks whether it can be saved. Changes nothing.
     pub fn plan(operation: &Operation, image: &Path, how: HowToSave, reporter: &dyn Reporter) -> Result<Self, CommandError> {
         let HowToSave { keeps, verifies, copies_files } = how;
+        let begun = Instant::now();
         let criu = Criu::find()?;
         // SAFETY: touches no memory.
         if unsafe { libc::geteuid() } != 0 {
@@ -154,7 +157,19 @@ impl Save {
         }
         let (images, name) = split(image)?;
         let images = std::path::absolute(images).map_err(refused("find", images))?;
-        Ok(Self { tree, checkpoint, directory, request, images, name: name.to_owned(), criu, keeps, verifies, copies_files })
+        Ok(Self {
+            tree,
+            checkpoint,
+            directory,
+            request,
+            images,
+            name: name.to_owned(),
+            criu,
+            keeps,
+            verifies,
+            copies_files,
+            looked: begun.elapsed(),
+        })
     }
 
     /// Saves it. After a failure, the program goes on.
@@ -164,6 +179,7 @@ impl Save {
         let saving = store.save(&self.name).map_err(failed)?;
         let part = |member: &Member| Part::new(member.pid.cast_unsigned(), member.process.pid);
         let parts = self.checkpoint.members.iter().map(part).collect::<Result<_, _>>()?;
+        let stages = vec![("look", self.looked)];
         let mut run = Run {
             save: &mut self,
             store,
@@ -171,7 +187,7 @@ impl Save {
             contents: Vec::new(),
             parts,
             guard,
-            stages: Vec::new(),
+            stages,
             links: Vec::new(),
             stay: BTreeSet::new(),
             is_stopped: false,
@@ -337,7 +353,7 @@ impl Run<'_> {
         let kept = self.timed("copy", |run| run.copy_files(&look))?;
         drop(names);
         let process_bytes = self.process_bytes();
-        let manifest = self.describe(&look, kept)?;
+        let manifest = self.timed("describe", |run| run.describe(&look, kept))?;
         // The decision.
         self.timed("sync", |run| {
             let Run { saving, contents, .. } = run;
@@ -354,7 +370,7 @@ impl Run<'_> {
             self.timed("verify", Self::verify)?;
         }
         if !self.save.keeps {
-            self.kill()?;
+            self.timed("end", Self::kill)?;
         }
         Ok(Saved { process, contents_bytes, written_bytes, process_bytes, stages: std::mem::take(&mut self.stages) })
     }
