@@ -535,6 +535,27 @@ fn a_program_on_a_terminal_is_loaded_on_another() {
         images.vramctl(&load).expect(1, "", "its streams were a terminal");
     }
     images.nothing_is_left("without a terminal");
+    loads_on_a_terminal(&images);
+}
+
+/// The terminal is that of the user's shell, which leads its session and is not in the image.
+#[test]
+fn a_program_in_a_shell_is_loaded_on_another_terminal() {
+    let Some(images) = Images::new() else { return };
+    let engine = common::programs().join("engine");
+    let run = images.cli(&format!("run --image --name engine --no-python -- {} --weights-mib 16 --kv-mib 8", engine.display()));
+    // The leader of a session without a terminal gets that which it opens.
+    let mut shell = Command::new("sh");
+    shell.args(["-c", r#"exec <>/proc/self/fd/0; "$@"; true"#, "sh"]).arg(run.get_program()).args(run.get_args());
+    shell.envs(run.get_envs().filter_map(|(name, value)| Some((name, value?)))).env("SIMGPU_RESTORE_THREAD", "1");
+    let mut before = Terminal::start(&mut shell);
+    before.shows("ready");
+    images.save("engine", "image").expect(0, "saved", "");
+    before.program.wait().unwrap();
+    loads_on_a_terminal(&images);
+}
+
+fn loads_on_a_terminal(images: &Images) {
     let mut loaded = Terminal::start(&mut images.cli(&format!("load {} --name e", images.image("image"))));
     loaded.shows("loaded e");
     loaded.keyboard.write_all(b"verify\n").unwrap();

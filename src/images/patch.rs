@@ -32,6 +32,8 @@ mod field {
     pub const MODE: u64 = 10;
     /// `FileLockEntry`: the process and the descriptor.
     pub const OWNER: [u64; 2] = [3, 4];
+    /// `TtyInfoEntry`: the leader of the session whose terminal it is.
+    pub const SESSION: u64 = 6;
     /// `InetSkEntry`: its inode.
     pub const INODE: u64 = 2;
     /// `InetSkEntry`: the state of its connection.
@@ -235,6 +237,27 @@ pub fn without_locks(image: &[u8], is_replaced: &dyn Fn(u64, u64) -> bool) -> io
     Ok(new)
 }
 
+/// The contents of `tty-info.img`, in which no terminal is that of a session whose leader is not in the image, such as the user's shell: CRIU looks for the
+/// leader among the processes that it brings back. `is_there`: by the leader.
+pub fn without_other_sessions(image: &[u8], is_there: &dyn Fn(u64) -> bool) -> io::Result<Vec<u8>> {
+    let (header, records) = records(image)?;
+    let mut new = header.to_vec();
+    for record in records {
+        let mut changed = Vec::new();
+        for Field { number, value, bytes } in fields(record)? {
+            match value {
+                Value::Number(leader) if number == field::SESSION && !is_there(leader) => {
+                    put_number(number << 3, &mut changed);
+                    put_number(0, &mut changed);
+                }
+                _ => changed.extend(bytes),
+            }
+        }
+        put_record(&changed, &mut new);
+    }
+    Ok(new)
+}
+
 fn entry(message: &[u8], changes: &Changes<'_>) -> io::Result<Vec<u8>> {
     let mut new = Vec::new();
     for Field { number, value, bytes } in fields(message)? {
@@ -383,6 +406,18 @@ mod tests {
         let all = image(&[lock(25, 1), lock(25, 5), lock(26, 1)]);
         assert_eq!(without_locks(&all, &|pid, file| (pid, file) == (25, 1)).unwrap(), image(&[lock(25, 5), lock(26, 1)]));
         assert!(without_locks(&all[..all.len() - 1], &|_, _| false).is_err());
+    }
+
+    #[test]
+    fn only_terminals_of_other_sessions_lose_theirs() {
+        let terminal = |leader| {
+            let record = [number(1, 3), number(2, 3), number(6, leader), number(7, 40), number(8, 34816), bytes(9, &[1])].concat();
+            [&(record.len() as u32).to_le_bytes()[..], &record].concat()
+        };
+        let image = |leaders: &[u64]| [vec![7; HEADER], leaders.iter().flat_map(|leader| terminal(*leader)).collect()].concat();
+        let all = image(&[39, 900, 0]);
+        assert_eq!(without_other_sessions(&all, &|leader| leader == 900).unwrap(), image(&[0, 900, 0]));
+        assert!(without_other_sessions(&all[..all.len() - 1], &|_| false).is_err());
     }
 
     #[test]

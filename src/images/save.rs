@@ -573,7 +573,7 @@ impl Run<'_> {
         let said = criu::errors_in(&work);
         fs::remove_dir_all(&work).map_err(refused("remove", &work))?;
         match dumped {
-            Ok(status) if status.success() => patch(images, look).map_err(refused("change", images)),
+            Ok(status) if status.success() => patch(images, look, &self.save.tree.pids()).map_err(refused("change", images)),
             Ok(_) if shared::are_names_taken(&said) => {
                 let names = shared::names_taken(&self.root_folder()).join(", ");
                 let what = "CRIU has no names for the program's shared memory, because of some that another CRIU has left";
@@ -879,8 +879,9 @@ fn make(folder: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o700).create(folder)
 }
 
-/// What replaces a plain file as a stream may have another size and is not locked, and connections to outside are closed.
-fn patch(images: &Path, look: &Look) -> io::Result<()> {
+/// What replaces a plain file as a stream may have another size and is not locked, connections to outside are closed, and a terminal is not that of a
+/// session outside. `pids`: all processes of the image.
+fn patch(images: &Path, look: &Look, pids: &[u32]) -> io::Result<()> {
     let changes = patch::Changes {
         is_replaced: &|name| {
             let grows = |file: &OpenFile| file.policy == FilePolicy::Append && file.path == name;
@@ -895,6 +896,11 @@ fn patch(images: &Path, look: &Look) -> io::Result<()> {
         let there: BTreeSet<_> = look.replaced.iter().filter_map(|(pid, number)| Some((namespace::pid_there(*pid)?, *number))).collect();
         let is_replaced = |pid: u64, number: u64| there.contains(&(pid as u32, number as u32));
         fs::write(&locks, patch::without_locks(&fs::read(&locks)?, &is_replaced)?)?;
+    }
+    let terminals = images.join("tty-info.img");
+    if terminals.exists() {
+        let there: BTreeSet<_> = pids.iter().filter_map(|pid| namespace::pid_there(*pid)).map(u64::from).collect();
+        fs::write(&terminals, patch::without_other_sessions(&fs::read(&terminals)?, &|leader| there.contains(&leader))?)?;
     }
     for one in &look.outside {
         // What was on its way.
