@@ -809,6 +809,22 @@ fn save_server(images: &Images) -> (u64, u64) {
     (port, memory)
 }
 
+/// Its processes without GPU memory say of the name that it had, in their environment.
+#[test]
+fn no_process_of_a_loaded_server_is_meant_by_its_old_name() {
+    let Some(images) = Images::on(machine) else { return };
+    let (port, _) = save_server(&images);
+    let new = free_ports(1);
+    images.vramctl(&format!("load {} --name other --detach --port {port}={new}", images.image("image"))).expect(0, "", "loaded other");
+    let listed = images.vramctl("ps").expect(0, "other", "");
+    assert!(!listed.out.contains("starting"), "{listed:?}");
+    images.vramctl("stop server").expect(3, "", "no managed process is named server");
+    for pid in images.processes() {
+        unsafe { libc::kill(pid as i32, libc::SIGKILL) };
+    }
+    images.nothing_is_left("a server");
+}
+
 /// With `SO_REUSEPORT`, two programs could listen at one port, and each would get some of the requests: one is loaded there, whenever the other begins.
 #[test]
 fn a_port_that_could_be_shared_is_one_programs_alone() {

@@ -5,8 +5,9 @@ use crate::process::Process;
 use crate::target::{Target, matches_name};
 use crate::text::one_line;
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::fs;
 use std::path::PathBuf;
 use std::process;
 use vramctl_config::socket_directory;
@@ -32,15 +33,19 @@ impl fmt::Display for Starting {
 }
 
 /// The programs among which this target chooses, and that will listen where this command looks. `managed`: the processes that listen; a run
-/// of which one does is past its start.
+/// of which one does is past its start, and so is all of a loaded program, whose other processes say of the run and the name before.
 pub fn starting(target: &Target, managed: &[Process]) -> Vec<Starting> {
     const VARIABLES: [&str; 3] = ["VRAMCTL_JOB", "VRAMCTL_NAME", "LD_PRELOAD"];
+    let here = namespace(process::id());
+    let loaded: BTreeSet<_> =
+        managed.iter().filter_map(|process| namespace(process.pid)).filter(|one| Some(one) != here.as_ref()).collect();
+    let is_loaded = |pid| namespace(pid).is_some_and(|one| loaded.contains(&one));
     let mut runs = BTreeMap::new();
     for pid in proc::pids().into_iter().filter(|pid| *pid != process::id() && managed.iter().all(|process| process.pid != *pid)) {
         let values = proc::variables(pid, VARIABLES);
         let value = |name: &str| VARIABLES.iter().position(|known| *known == name).and_then(|at| values[at].clone());
         let Some(run) = value("VRAMCTL_JOB").filter(|run| managed.iter().all(|process| process.run() != Some(run))) else { continue };
-        if value("LD_PRELOAD").is_some() && proc::socket_directory(pid) == socket_directory() && proc::has_library(pid) {
+        if value("LD_PRELOAD").is_some() && proc::socket_directory(pid) == socket_directory() && proc::has_library(pid) && !is_loaded(pid) {
             let name = name_of(pid, value("VRAMCTL_NAME"));
             runs.entry(run).or_insert_with(|| Starting { pid, name, program: proc::command_line(pid) });
         }
@@ -48,6 +53,11 @@ pub fn starting(target: &Target, managed: &[Process]) -> Vec<Starting> {
     let mut found: Vec<_> = runs.into_values().filter(|one| is_meant(one, target)).collect();
     found.sort_by_key(|one| one.pid);
     found
+}
+
+/// Its PID namespace. `None` for a process that has ended, or that this user may not look at.
+fn namespace(pid: u32) -> Option<PathBuf> {
+    fs::read_link(format!("/proc/{pid}/ns/pid")).ok()
 }
 
 /// The program of this name that is another user's, for root, who sees it: its id, whose it is, and where it listens.
