@@ -768,6 +768,8 @@ fn a_load_says_first_what_is_in_the_way_of_a_server() {
     Ran::of(&mut load(" --name other")).expect(1, "", &listens);
     let new = free_ports(1);
     Ran::of(&mut load(&format!(" --name other --dry-run --port {port}={new}"))).expect(0, "can be loaded", "");
+    let elsewhere = format!("the program listens at 127.0.0.1:{port}, and not at port 1, which is to be reached at 127.0.0.1:{new}");
+    Ran::of(&mut load(&format!(" --name other --dry-run --port 1={new}"))).expect(0, "can be loaded", &elsewhere);
     program.end();
     let hog = images.machine.hog(1, 512 - 40);
     let short = Ran::of(&mut load(" --dry-run"));

@@ -277,7 +277,13 @@ impl Load {
 
     /// The program gets a network of its own: nothing leads there but these ports, and nothing leads out.
     #[must_use]
-    pub fn with_own_network(self, ports: Vec<Port>) -> Self {
+    pub fn with_own_network(self, ports: Vec<Port>, reporter: &dyn Reporter) -> Self {
+        let listeners = self.listeners();
+        for port in ports.iter().filter(|port| listeners.iter().all(|one| one.port() != port.old)) {
+            let at = listeners.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            let at = if at.is_empty() { "no port".into() } else { at };
+            reporter.warn(&format!("the program listens at {at}, and not at port {}, which is to be reached at {}", port.old, port.new));
+        }
         Self { ports: Some(ports), ..self }
     }
 

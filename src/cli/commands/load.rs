@@ -93,8 +93,8 @@ impl Args {
     fn look(&self) -> Result<Exit, CommandError> {
         let ui = Ui::new(false, true);
         let (load, mut obstacles) = Load::look(&self.image, &self.options(), &ui);
-        let load =
-            load.map(|load| if self.port.is_empty() && self.copies.is_none() { load } else { load.with_own_network(self.port.clone()) });
+        let load = load
+            .map(|load| if self.port.is_empty() && self.copies.is_none() { load } else { load.with_own_network(self.port.clone(), &ui) });
         obstacles.extend(load.iter().flat_map(|load| load.look_for_room(self.copies)));
         for obstacle in &obstacles {
             output::complain("error", &obstacle.to_string());
@@ -162,7 +162,7 @@ impl Execute for Args {
         let ui = Ui::new(false, true);
         let load = Load::plan(&self.image, &self.options(), &ui)?;
         let load = load.with_agreement(self.is_copy);
-        let load = if self.port.is_empty() && self.is_copy.is_none() { load } else { load.with_own_network(self.port.clone()) };
+        let load = if self.port.is_empty() && self.is_copy.is_none() { load } else { load.with_own_network(self.port.clone(), &ui) };
         let loaded = load.run(&ui)?;
         if loaded.lost_network && self.quiet {
             output::complain("warning", &format!("{} has no network, as another copy of the program runs here", loaded.name));
