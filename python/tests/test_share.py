@@ -214,6 +214,9 @@ class Busy(Engines):
 class Parallel(Engines):
     """Two engines of two workers each, whose loops are in processes without a GPU. One fits."""
 
+    #: For a layer, too: an engine that starts may ask for room for one worker first, and then the other engine is held when its second worker gives way,
+    #: is not asked again, and keeps that worker's cache.
+    HOST_CAP = "128M"
     GPU = 220
     NAMES = ("one", "two")
     WORKERS = 2
