@@ -95,7 +95,7 @@ impl fmt::Display for Address {
 }
 
 /// The inode of the PID namespace of a process, from its folder in `/proc`.
-pub(crate) fn namespace_of(folder: &Path) -> Option<u64> {
+pub fn namespace_of(folder: &Path) -> Option<u64> {
     fs::metadata(folder.join("ns/pid")).ok().map(|namespace| namespace.ino())
 }
 

@@ -7,11 +7,12 @@ use crate::text::one_line;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::fs;
 use std::path::PathBuf;
 use std::process;
 use vramctl_config::socket_directory;
+use vramctl_control::address::namespace_of;
 use vramctl_host::program_of;
+use vramctl_host::system::folder_of;
 use vramctl_host::system::user;
 use vramctl_model::checked_name;
 
@@ -36,9 +37,9 @@ impl fmt::Display for Starting {
 /// of which one does is past its start, and so is all of a loaded program, whose other processes say of the run and the name before.
 pub fn starting(target: &Target, managed: &[Process]) -> Vec<Starting> {
     const VARIABLES: [&str; 3] = ["VRAMCTL_JOB", "VRAMCTL_NAME", "LD_PRELOAD"];
+    let namespace = |pid: u32| namespace_of(&folder_of(pid));
     let here = namespace(process::id());
-    let loaded: BTreeSet<_> =
-        managed.iter().filter_map(|process| namespace(process.pid)).filter(|one| Some(one) != here.as_ref()).collect();
+    let loaded: BTreeSet<_> = managed.iter().filter_map(|process| namespace(process.pid)).filter(|one| Some(*one) != here).collect();
     let is_loaded = |pid| namespace(pid).is_some_and(|one| loaded.contains(&one));
     let mut runs = BTreeMap::new();
     for pid in proc::pids().into_iter().filter(|pid| *pid != process::id() && managed.iter().all(|process| process.pid != *pid)) {
@@ -53,11 +54,6 @@ pub fn starting(target: &Target, managed: &[Process]) -> Vec<Starting> {
     let mut found: Vec<_> = runs.into_values().filter(|one| is_meant(one, target)).collect();
     found.sort_by_key(|one| one.pid);
     found
-}
-
-/// Its PID namespace. `None` for a process that has ended, or that this user may not look at.
-fn namespace(pid: u32) -> Option<PathBuf> {
-    fs::read_link(format!("/proc/{pid}/ns/pid")).ok()
 }
 
 /// The program of this name that is another user's, for root, who sees it: its id, whose it is, and where it listens.

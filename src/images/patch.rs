@@ -96,6 +96,12 @@ fn put_number(mut number: u64, to: &mut Vec<u8>) {
     to.push(number as u8);
 }
 
+/// A field that is a number.
+fn put_number_field(field: u64, number: u64, to: &mut Vec<u8>) {
+    put_number(field << 3, to);
+    put_number(number, to);
+}
+
 fn fields(mut message: &[u8]) -> io::Result<Vec<Field<'_>>> {
     let mut found = Vec::new();
     while !message.is_empty() {
@@ -246,10 +252,7 @@ pub fn without_other_sessions(image: &[u8], is_there: &dyn Fn(u64) -> bool) -> i
         let mut changed = Vec::new();
         for Field { number, value, bytes } in fields(record)? {
             match value {
-                Value::Number(leader) if number == field::SESSION && !is_there(leader) => {
-                    put_number(number << 3, &mut changed);
-                    put_number(0, &mut changed);
-                }
+                Value::Number(leader) if number == field::SESSION && !is_there(leader) => put_number_field(number, 0, &mut changed),
                 _ => changed.extend(bytes),
             }
         }
@@ -286,14 +289,8 @@ fn closed_socket(message: &[u8], is_meant: &dyn Fn(u64) -> bool) -> io::Result<V
     let mut new = Vec::new();
     for Field { number, value, bytes } in fields {
         match value {
-            Value::Number(_) if number == field::STATE => {
-                put_number(number << 3, &mut new);
-                put_number(CLOSED, &mut new);
-            }
-            Value::Number(_) if field::ENDS.contains(&number) => {
-                put_number(number << 3, &mut new);
-                put_number(0, &mut new);
-            }
+            Value::Number(_) if number == field::STATE => put_number_field(number, CLOSED, &mut new),
+            Value::Number(_) if field::ENDS.contains(&number) => put_number_field(number, 0, &mut new),
             _ if number == field::SHUTDOWN => (),
             _ => new.extend(bytes),
         }
@@ -318,14 +315,10 @@ fn plain_file(message: &[u8], is_meant: &dyn Fn(&str) -> bool) -> io::Result<Vec
     for Field { number, value, bytes } in fields {
         match (number, value) {
             (field::SIZE | field::MODE, _) => (),
-            (field::FLAGS, Value::Number(flags)) => {
-                put_number(number << 3, &mut new);
-                put_number(flags & !NO_LINKS, &mut new);
-            }
+            (field::FLAGS, Value::Number(flags)) => put_number_field(number, flags & !NO_LINKS, &mut new),
             (field::POSITION, _) => {
                 // None.
-                put_number(number << 3, &mut new);
-                put_number(u64::MAX, &mut new);
+                put_number_field(number, u64::MAX, &mut new);
             }
             _ => new.extend(bytes),
         }
